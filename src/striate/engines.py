@@ -1,0 +1,132 @@
+"""Which engine moves the bytes, and what happens when the one asked for cannot.
+
+``"auto"`` takes io_uring where the kernel and the container allow it, else the
+posix engine, and says so once. ``"uring"`` and ``"posix"`` take that one or
+raise. An ``_engine.Io`` (tests: one with faults) is taken as it is.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from striate import _engine
+from striate.drives import memlock_limit_bytes
+from striate.errors import EngineFallback, EngineUnavailable
+
+__all__ = ["Engine", "EngineChoice"]
+
+EngineChoice = Literal["auto", "uring", "posix"] | _engine.Io
+
+_URING_REASONS = {
+    errno.EPERM: "the kernel or the container's seccomp profile forbids it (kernel.io_uring_disabled, or Docker's default)",
+    errno.ENOSYS: "the kernel or the sandbox does not have it",
+    errno.EACCES: "a security module forbids it",
+    errno.EOPNOTSUPP: "the kernel does not support what is needed of it",
+    errno.ENOMEM: f"not enough memory may be locked (RLIMIT_MEMLOCK {memlock_limit_bytes()} bytes)",
+    errno.EMFILE: "the process has too many files open (ulimit -n)",
+    errno.ENFILE: "the system has too many files open",
+    errno.EINVAL: "the kernel refuses its parameters",
+}
+
+# Once for each reason and process: a training loop saves for weeks.
+_told: set[str] = set()
+
+
+def _tell(reason: str, message: str) -> None:
+    if reason not in _told:
+        _told.add(reason)
+        warnings.warn(message, EngineFallback, stacklevel=6)
+
+
+def _why(code: int) -> str:
+    name = errno.errorcode.get(code, str(code))
+    return f"{_URING_REASONS.get(code, os.strerror(code))} ({name})"
+
+
+@functools.lru_cache(maxsize=1)
+def _probe(pid: int) -> _engine.Probe:
+    return _engine.probe()
+
+
+class Engine:
+    """An engine for one call of striate. ``stats`` gathers the runs, oldest first."""
+
+    def __init__(self, choice: EngineChoice = "auto") -> None:
+        self.may_fall_back = choice == "auto"
+        self.stats: list[_engine.Stats] = []
+        if isinstance(choice, _engine.Io):
+            self.io = choice
+            return
+        if choice not in ("auto", "uring", "posix"):
+            raise ValueError(f'engine is "auto", "uring" or "posix", not {choice!r}')
+        if choice == "posix":
+            self.io = _engine.Io("posix")
+            return
+        refused = _probe(os.getpid()).setup_error
+        if refused and choice == "uring":
+            raise EngineUnavailable(
+                f"io_uring was asked for and cannot be used: {_why(refused)}. Nothing was touched. "
+                'Allow it, or pass engine="posix" or engine="auto".'
+            )
+        if refused:
+            self._fall_back(refused)
+        else:
+            self.io = _engine.Io("uring")
+
+    def _fall_back(self, refused: int) -> None:
+        _tell(
+            f"uring {refused}",
+            f"io_uring cannot be used: {_why(refused)}. The posix engine is used instead: as safe, "
+            'and for large transfers about as fast. Pass engine="posix" to silence this.',
+        )
+        self.io = _engine.Io("posix")
+
+    def run(
+        self,
+        direction: Literal["write", "read"],
+        files: Sequence[_engine.File],
+        jobs: NDArray[np.void],
+        extents: NDArray[np.void],
+        *,
+        keep_going: bool = False,
+        progress: Callable[[int], None] | None = None,
+    ) -> NDArray[np.void]:
+        """One run of the engine; the result table. Falls back to posix if the ring itself fails and "auto" was asked.
+
+        Raises _engine.RunError, which the caller words: only it knows the paths.
+        """
+        try:
+            results, stats = self.io.run(
+                direction, files, jobs, extents, keep_going=keep_going, progress=progress
+            )
+        except _engine.RunError as e:
+            if e.code != _engine.ERING:
+                raise
+            if not self.may_fall_back:
+                raise EngineUnavailable(
+                    f"io_uring failed in use: {_why(-e.detail)}. Nothing was committed. "
+                    'Allow it, or pass engine="posix" or engine="auto".'
+                ) from None
+            # Jobs carry absolute offsets: doing them all again is the same work, not more.
+            self._fall_back(-e.detail)
+            results, stats = self.io.run(
+                direction, files, jobs, extents, keep_going=keep_going, progress=progress
+            )
+        self.stats.append(stats)
+        if stats.register_error:
+            limit = memlock_limit_bytes()
+            _tell(
+                f"register {stats.register_error}",
+                f"buffers could not be registered with io_uring: {os.strerror(stats.register_error)} "
+                f"(RLIMIT_MEMLOCK is {'unlimited' if limit is None else f'{limit} bytes'}). "
+                "It works without, at slightly more CPU. Raise the limit (ulimit -l) to silence this.",
+            )
+        return results
