@@ -149,7 +149,10 @@ class DriveError(StriateError, OSError):
         return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild_drive_error, (type(self), self.message, dict(self.__dict__), self.errno, self.filename))
+        return (
+            _rebuild_drive_error,
+            (type(self), self.message, dict(self.__dict__), self.errno, self.filename),
+        )
 
 
 def _rebuild_drive_error(
@@ -200,7 +203,9 @@ _COMBINED: dict[tuple[type[DriveError], type[OSError]], type[DriveError]] = {}
 def _combined(cls: type[DriveError], standard: type[OSError]) -> type[DriveError]:
     key = (cls, standard)
     if key not in _COMBINED:
-        _COMBINED[key] = type(cls.__name__, (cls, standard), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+        _COMBINED[key] = type(
+            cls.__name__, (cls, standard), {"__module__": cls.__module__, "__doc__": cls.__doc__}
+        )
     return _COMBINED[key]
 
 
@@ -258,7 +263,9 @@ def drive_error(
     if drive:
         where = f"drive {drive}, {where}"
     todo = _ADVICE.get(errno, "") if advice is None else advice
-    message = " ".join(p for p in (f"{doing} failed: {where}: {os.strerror(errno)} ({name}).", state, todo) if p)
+    message = " ".join(
+        p for p in (f"{doing} failed: {where}: {os.strerror(errno)} ({name}).", state, todo) if p
+    )
     cls = _family(errno)
     standard = _STANDARD.get(errno)
     if standard is not None:

@@ -1,0 +1,639 @@
+"""The public face: save, load, load_into, load_tensors, info, verify.
+
+Signatures follow torch's. What decides where bytes go is in volume and
+stream; what an object is made of, in graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import pickle
+import stat
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from striate import _engine, drives, graph, image, manifest, scrub, stream, volume
+from striate import member as member_file
+from striate.engines import Engine, EngineChoice
+from striate.errors import FormatError, LoadMismatch
+from striate.member import Member
+from striate.merge import Merge
+from striate.progress import ProgressChoice, shown
+
+__all__ = [
+    "CheckpointInfo",
+    "SaveResult",
+    "TensorInfo",
+    "info",
+    "load",
+    "load_into",
+    "load_tensors",
+    "save",
+    "verify",
+]
+
+FileLike = str | bytes | os.PathLike[Any] | IO[bytes]
+
+CHUNK_BYTES = 4 << 20
+
+# Below this a huge page cannot lie inside, or saves less than the call costs.
+_HUGE_FROM_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """What a save did. Sizes in bytes, times in seconds.
+
+    ``opaque_count``: tensors' storages that other safetensors tools cannot read (views, strides, exotic types).
+    ``stats``: the engine's figures for the data, None for file objects and checkpoints without data.
+    """
+
+    path: str
+    uuid: str
+    sequence: int
+    file_bytes: int
+    data_bytes: int
+    tensors_count: int
+    opaque_count: int
+    elapsed_s: float
+    stats: _engine.Stats | None
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One entry of the header. ``offset`` is in bytes from the start of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """What a file says of itself, without its data being read or its graph being run.
+
+    ``kind``: "striate" or "safetensors" (foreign). ``ties``: further name -> the name whose bytes it shares.
+    ``opaque_count``: entries that other tools cannot read. ``created_s``: seconds since 1970, from the sequence.
+    """
+
+    path: str
+    kind: str
+    version: int
+    uuid: str
+    sequence: int
+    created_s: float
+    file_bytes: int
+    data_bytes: int
+    chunk_bytes: int
+    chunks_count: int
+    graph_bytes: int
+    opaque_count: int
+    tensors: tuple[TensorInfo, ...]
+    ties: dict[str, str]
+    metadata: dict[str, str]
+
+
+# ---- save ------------------------------------------------------------------
+
+
+def save(
+    obj: object,
+    f: FileLike,
+    pickle_module: Any = pickle,
+    pickle_protocol: int = 2,
+    *,
+    engine: EngineChoice = "auto",
+    chunk_bytes: int = CHUNK_BYTES,
+    frozen: bool = False,
+    progress: ProgressChoice = False,
+) -> SaveResult:
+    """Saves whatever torch.save takes. When this returns, the checkpoint is whole and durable (synced, renamed, synced).
+
+    f: a path (overwritten silently, as torch does, but only by a finished checkpoint), or a binary file object,
+        which is written from its current position and not synced.
+    engine: "auto" (io_uring, or posix where that is refused), "uring", "posix".
+    chunk_bytes: a power of two from 4096 to 64 MiB; default 4 MiB. One checksum for each chunk.
+    frozen: nothing changes the tensors until this returns: allows to write from their memory without a copy.
+    progress: True for a bar, or a callable (bytes done, bytes in all).
+
+    Raises what pickling the object raises; DriveError and its kinds, which are OSErrors too; StriateError if the
+    checkpoint cannot be written in this form. The earlier file is then untouched, and nothing is left beside it.
+    KeyboardInterrupt ends it as soon as what is in flight has drained.
+    """
+    begun = time.monotonic()
+    _check_chunk_bytes(chunk_bytes)
+    if not _is_path(f):
+        return _save_stream(obj, f, pickle_module, pickle_protocol, chunk_bytes, progress, begun)  # type: ignore[arg-type]
+    path = os.fspath(f)  # type: ignore[arg-type]
+    if _is_special(path):
+        with open(path, "wb") as special:
+            return _save_stream(obj, special, pickle_module, pickle_protocol, chunk_bytes, progress, begun)
+    place = drives.resolve(path)
+    volume.check_target(place)
+    chosen = Engine(engine)
+    held = graph.dumps(obj, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
+    generation = volume.Generation.next(volume.seen_sequence(place, chosen))
+    source = volume.prepare(held, generation=generation, chunk_bytes=chunk_bytes, stable=frozen)
+    runs_before = len(chosen.stats)
+    with shown(progress, f"saving {place.path}", source.table.data_bytes) as report:
+        volume.write_plain(source, place, chosen, progress=report)
+    stats = chosen.stats[runs_before] if source.table.data_bytes else None
+    return _save_result(source, place.path, begun, stats)
+
+
+def _save_stream(
+    obj: object,
+    f: IO[bytes],
+    pickle_module: Any,
+    pickle_protocol: int,
+    chunk_bytes: int,
+    progress: ProgressChoice,
+    begun: float,
+) -> SaveResult:
+    if not hasattr(f, "write"):
+        raise AttributeError(
+            f"save needs a path or a binary file object with write(), not {type(f).__name__}"
+        )
+    held = graph.dumps(obj, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
+    source = volume.prepare(held, generation=volume.Generation.next(0), chunk_bytes=chunk_bytes)
+    name = str(getattr(f, "name", type(f).__name__))
+    with shown(progress, f"saving {name}", source.table.data_bytes) as report:
+        stream.write(source, f, progress=report)
+    return _save_result(source, name, begun, None)
+
+
+def _save_result(source: volume.Source, path: str, begun: float, stats: _engine.Stats | None) -> SaveResult:
+    return SaveResult(
+        path=path,
+        uuid=source.generation.uuid.hex(),
+        sequence=source.generation.sequence,
+        file_bytes=source.file_bytes,
+        data_bytes=source.table.data_bytes,
+        tensors_count=source.tensors_count,
+        opaque_count=source.opaque_count,
+        elapsed_s=time.monotonic() - begun,
+        stats=stats,
+    )
+
+
+def _check_chunk_bytes(chunk_bytes: int) -> None:
+    low, high = manifest.CHUNK_BYTES_MIN, manifest.CHUNK_BYTES_MAX
+    if not isinstance(chunk_bytes, int) or chunk_bytes & (chunk_bytes - 1) or not low <= chunk_bytes <= high:
+        raise ValueError(f"chunk_bytes is a power of two from {low} to {high}, not {chunk_bytes!r}")
+
+
+def _is_path(f: object) -> bool:
+    return isinstance(f, (str, bytes, os.PathLike))
+
+
+def _is_special(path: str | bytes) -> bool:
+    """A pipe, a device, a socket: written to and read from as it is, never replaced."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):
+        return False  # opening it will word the error
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+# ---- load ------------------------------------------------------------------
+
+
+def load(
+    f: FileLike,
+    map_location: Any = None,
+    pickle_module: Any = None,
+    *,
+    weights_only: bool = True,
+    mmap: bool | None = None,
+    verify: bool = True,
+    engine: EngineChoice = "auto",
+    progress: ProgressChoice = False,
+    **pickle_load_args: Any,
+) -> Any:
+    """Loads a checkpoint of striate, of torch.save, or any safetensors file. Every chunk of ours is checked.
+
+    map_location, pickle_module, weights_only, further keywords: as torch.load's. mmap: only for torch.save files.
+    verify: False reads the bytes as they are, and a file of ours that another tool rewrote as plain safetensors.
+
+    Raises FileNotFoundError and other DriveErrors; FormatError if it is no checkpoint; UnsupportedFormat for a
+    newer version; CorruptCheckpoint; UnsafePickle if the graph names what weights_only=True forbids, before any
+    tensor is read.
+    """
+    options = _LoadOptions(map_location, pickle_module, weights_only, mmap, verify, pickle_load_args)
+    if not _is_path(f):
+        return _load_stream(f, options, progress)  # type: ignore[arg-type]
+    path = os.fspath(f)  # type: ignore[arg-type]
+    if _is_special(path):
+        with open(path, "rb") as special:
+            return _load_stream(special, options, progress)
+    with member_file.open_member(path, Engine(engine), verify=verify, header=False) as member:
+        if _is_torch_file(member.first_bytes(_TORCH_PREFIX_BYTES)):
+            return _torch_load(path, options)
+        member.read_header(verify=verify)
+        return _load_member(member, options, progress)
+
+
+@dataclass(frozen=True)
+class _LoadOptions:
+    map_location: Any
+    pickle_module: Any
+    weights_only: bool
+    mmap: bool | None
+    verify: bool
+    pickle_load_args: dict[str, Any]
+
+
+_TORCH_PREFIX_BYTES = 512
+# torch/serialization.py: a zip archive, the legacy magic number as a pickle of
+# protocol 2, or (before 0.4) a tar archive. As lengths of a safetensors header
+# all three would pass its 100 MB cap.
+_TORCH_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+
+
+def _is_torch_file(prefix: bytes) -> bool:
+    return prefix.startswith((b"PK\x03\x04", _TORCH_MAGIC)) or prefix[257:262] == b"ustar"
+
+
+def _torch_load(f: Any, options: _LoadOptions) -> Any:
+    extra = {} if options.mmap is None else {"mmap": options.mmap}
+    return torch.load(
+        f,
+        map_location=options.map_location,
+        pickle_module=options.pickle_module,
+        weights_only=options.weights_only,
+        **extra,
+        **options.pickle_load_args,
+    )
+
+
+def _load_member(member: Member, options: _LoadOptions, progress: ProgressChoice) -> Any:
+    held = member.manifest
+    pickled = _member_graph(member, options.verify)
+    restore = _admitted(held, pickled, options)
+    storages, addresses = _allocate(held, restore)
+    if restore.reads_data:
+        pieces = member_file.gather(member, addresses)
+        with shown(progress, f"loading {member.path}", held.table.data_bytes) as report:
+            member_file.read_chunks(member, pieces, verify=options.verify, progress=report)
+    return _rebuild(held, pickled, storages, restore, options)
+
+
+def _load_stream(f: IO[bytes], options: _LoadOptions, progress: ProgressChoice) -> Any:
+    if not hasattr(f, "read"):
+        raise AttributeError(f"load needs a path or a binary file object with read(), not {type(f).__name__}")
+    prefix = _peek(f)
+    if prefix is not None and _is_torch_file(prefix):
+        return _torch_load(f, options)
+    reader = stream.StreamReader(f, verify=options.verify)
+    held = reader.manifest
+    if held.graph_entry:
+        # The graph stands among the data, and a stream cannot be read twice:
+        # tensors are read before the graph is admitted, but never rebuilt.
+        return _load_stream_with_entry(reader, options, progress)
+    pickled = None if held.graph is None else manifest.unpack_graph(held.graph, held.graph_bytes or 0)
+    restore = _admitted(held, pickled, options)
+    storages, addresses = _allocate(held, restore)
+    with shown(progress, "loading", held.table.data_bytes) as report:
+        reader.read_data(addresses, storages, progress=report)
+    return _rebuild(held, pickled, storages, restore, options)
+
+
+def _load_stream_with_entry(
+    reader: stream.StreamReader, options: _LoadOptions, progress: ProgressChoice
+) -> Any:
+    held = reader.manifest
+    restore = _admitted(held, None, options)
+    storages, addresses = _allocate(held, restore)
+    packed = _graph_memory(held)
+    addresses[-1] = packed.ctypes.data
+    with shown(progress, "loading", held.table.data_bytes) as report:
+        reader.read_data(addresses, [storages, packed], progress=report)
+    pickled = manifest.unpack_graph(packed.tobytes(), held.graph_bytes or 0)
+    graph.scan(pickled, weights_only=options.weights_only)
+    return _rebuild(held, pickled, storages, restore, options)
+
+
+def _peek(f: IO[bytes]) -> bytes | None:
+    """The next bytes of a seekable object, whose position stays. None: it cannot go back, so it is no torch file."""
+    seekable = getattr(f, "seekable", None)
+    if seekable is None or not seekable():
+        return None
+    start = f.tell()
+    prefix = f.read(_TORCH_PREFIX_BYTES)
+    f.seek(start)
+    return bytes(prefix)
+
+
+def _graph_memory(held: manifest.Manifest) -> NDArray[np.uint8]:
+    assert held.table.graph is not None
+    return np.empty(held.table.graph[1], np.uint8)
+
+
+def _member_graph(member: Member, verify: bool) -> bytes | None:
+    held = member.manifest
+    if not held.graph_entry:
+        return None if held.graph is None else manifest.unpack_graph(held.graph, held.graph_bytes or 0)
+    memory = _graph_memory(held)
+    last = len(held.table.names)
+    addresses = np.zeros(last + 1, np.uint64)
+    addresses[last] = memory.ctypes.data
+    pieces = member_file.gather(member, addresses, chunks=member_file.chunks_of(member, [last]))
+    member_file.read_chunks(member, pieces, verify=verify)
+    return manifest.unpack_graph(memory.tobytes(), held.graph_bytes or 0)
+
+
+def _admitted(held: manifest.Manifest, pickled: bytes | None, options: _LoadOptions) -> graph.Restore:
+    """Refuses, before any tensor is read, what would be refused after."""
+    if pickled is not None:
+        graph.scan(pickled, weights_only=options.weights_only)
+    restore = graph.Restore(options.map_location)
+    restore.check({location for location, _ in held.table.locations})
+    return restore
+
+
+def _locations(table: image.Table) -> Iterator[str]:
+    for location, count in table.locations:
+        for _ in range(count):
+            yield location
+
+
+def _allocate(
+    held: manifest.Manifest, restore: graph.Restore, wanted: NDArray[np.bool_] | None = None
+) -> tuple[list[torch.UntypedStorage], NDArray[np.uint64]]:
+    """Storages for the table (empty ones where not wanted) and where their bytes go (a last 0 for a graph entry)."""
+    table = held.table
+    lengths = table.lengths if wanted is None else np.where(wanted, table.lengths, 0)
+    allocate = restore.allocate
+    storages = [
+        allocate(length, location)
+        for length, location in zip(lengths.tolist(), _locations(table), strict=True)
+    ]
+    addresses = np.zeros(len(storages) + (table.graph is not None), np.uint64)
+    if restore.reads_data:
+        for n, (storage, length) in enumerate(zip(storages, lengths.tolist(), strict=True)):
+            if length:
+                addresses[n] = storage.data_ptr()
+                if length >= _HUGE_FROM_BYTES:
+                    _engine.advise_huge_pages(int(addresses[n]), length)
+    return storages, addresses
+
+
+def _rebuild(
+    held: manifest.Manifest,
+    pickled: bytes | None,
+    storages: list[torch.UntypedStorage],
+    restore: graph.Restore,
+    options: _LoadOptions,
+    tensors: dict[int, torch.Tensor] | None = None,
+) -> Any:
+    apply = restore.apply
+    placed = [apply(s, location) for s, location in zip(storages, _locations(held.table), strict=True)]
+    return graph.loads(
+        pickled,
+        held.table.names,
+        held.table.plains(),
+        placed,
+        weights_only=options.weights_only,
+        map_location=options.map_location,
+        pickle_module=options.pickle_module,
+        tensors=tensors or {},
+        **options.pickle_load_args,
+    )
+
+
+# ---- a few tensors ---------------------------------------------------------
+
+
+def load_tensors(
+    f: str | bytes | os.PathLike[Any],
+    names: Iterable[str],
+    map_location: Any = None,
+    *,
+    verify: bool = True,
+    engine: EngineChoice = "auto",
+) -> dict[str, torch.Tensor]:
+    """Reads some tensors by their dotted names, and only the chunks that hold them. Nothing is unpickled.
+
+    Works for entries that other safetensors tools can read, and for names tied to them (which share a storage here
+    too). Raises LoadMismatch (``missing``) for names that are not there, else as load.
+    """
+    wanted = list(names)
+    with member_file.open_member(os.fspath(f), Engine(engine), verify=verify) as member:
+        held = member.manifest
+        rows = _rows(member.path, held, wanted)
+        restore = graph.Restore(map_location)
+        mask = np.zeros(len(held.table.names), np.bool_)
+        mask[list(rows.values())] = True
+        restore.check({held.table.location(n) for n in set(rows.values())})
+        storages, addresses = _allocate(held, restore, mask)
+        if restore.reads_data and mask.any():
+            chunks = member_file.chunks_of(member, sorted(set(rows.values())))
+            pieces = member_file.gather(member, addresses, chunks=chunks)
+            member_file.read_chunks(member, pieces, verify=verify)
+        placed = {n: restore.apply(storages[n], held.table.location(n)) for n in set(rows.values())}
+        return {name: graph.plain_tensor(held.table.plain(n), placed[n]) for name, n in rows.items()}
+
+
+def _rows(path: str, held: manifest.Manifest, wanted: Sequence[str]) -> dict[str, int]:
+    known = {name: n for n, name in enumerate(held.table.names) if held.table.is_named(n)}
+    for other, kept in held.ties.items():
+        if kept in known:
+            known.setdefault(other, known[kept])
+    missing = [name for name in wanted if name not in known]
+    if missing:
+        near = difflib.get_close_matches(str(missing[0]), known, n=3)
+        hint = f" Did you mean {', '.join(near)}?" if near else ""
+        raise LoadMismatch(
+            f"{path} holds no tensor {', '.join(map(repr, missing[:4]))} that can be read alone.{hint} "
+            "striate.info lists the names; tensors that share or stride their storage come with load().",
+            missing=missing,
+        )
+    return {name: known[name] for name in wanted}
+
+
+# ---- into existing tensors -------------------------------------------------
+
+
+def load_into(
+    state: Any,
+    f: FileLike,
+    *,
+    strict: bool = True,
+    allow_narrowing: bool = False,
+    weights_only: bool = True,
+    verify: bool = True,
+    verify_first: bool = False,
+    engine: EngineChoice = "auto",
+    progress: ProgressChoice = False,
+    **pickle_load_args: Any,
+) -> Any:
+    """Loads straight into the tensors of ``state`` (nested dicts and lists), with no second copy where they fit.
+
+    Tensors are matched by their dotted names, and numbers, strings and so on are set in their containers. A tensor
+    that lies on the CPU, contiguous, with the dtype saved, is read into directly; others are copied to.
+
+    strict: False leaves missing and unexpected entries alone instead of refusing.
+    allow_narrowing: True lets a dtype lose precision (float32 into bfloat16); widening is always allowed.
+    verify_first: reads the checkpoint twice, so that nothing is overwritten by one that is damaged.
+
+    Returns ``state``. Raises LoadMismatch (also RuntimeError) before anything is overwritten. A CorruptCheckpoint
+    or DriveError says whether targets have been overwritten, and ``overwritten`` holds their names.
+    """
+    if callable(getattr(state, "state_dict", None)):
+        raise TypeError(
+            f"load_into fills dicts and lists of tensors, not a {type(state).__name__}: pass its state_dict() "
+            "(for a module, that is its own memory; for an optimizer, load_state_dict afterwards)"
+        )
+    options = _LoadOptions("cpu", None, weights_only, None, verify, pickle_load_args)
+    merge = Merge(state, strict=strict, allow_narrowing=allow_narrowing)
+    if not _is_path(f) or _is_special(os.fspath(f)):  # type: ignore[arg-type]
+        merge.plan(load(f, "cpu", weights_only=weights_only, verify=verify, **pickle_load_args), {})
+        merge.apply()
+        return state
+    path = os.fspath(f)  # type: ignore[arg-type]
+    chosen = Engine(engine)
+    if verify_first:
+        scrub.verify_member(path, chosen).raise_if_damaged()
+    with member_file.open_member(path, chosen, verify=verify, header=False) as member:
+        if _is_torch_file(member.first_bytes(_TORCH_PREFIX_BYTES)):
+            merge.plan(_torch_load(path, options), {})
+            merge.apply()
+            return state
+        member.read_header(verify=verify)
+        _load_member_into(merge, member, options, progress)
+    return state
+
+
+def _load_member_into(merge: Merge, member: Member, options: _LoadOptions, progress: ProgressChoice) -> None:
+    held = member.manifest
+    pickled = _member_graph(member, options.verify)
+    restore = _admitted(held, pickled, options)
+    direct = _direct_targets(merge, held, pickled)
+    indirect = np.ones(len(held.table.names), np.bool_)
+    indirect[list(direct)] = False
+    storages, addresses = _allocate(held, restore, indirect)
+    total = held.table.data_bytes
+    # What cannot be read into its place comes first: then everything that can
+    # be refused has been, before the first target is overwritten.
+    if indirect.any():
+        chunks = member_file.chunks_of(member, np.flatnonzero(indirect).tolist())
+        pieces = member_file.gather(member, addresses, chunks=chunks)
+        member_file.read_chunks(member, pieces, verify=options.verify)
+    loaded = _rebuild(held, pickled, storages, restore, options, direct)
+    merge.plan(loaded, {held.table.names[n]: target for n, target in direct.items()})
+    if direct:
+        into = np.zeros(len(addresses), np.uint64)
+        for n, target in direct.items():
+            into[n] = target.data_ptr()
+        chunks = member_file.chunks_of(member, sorted(direct))
+        pieces = member_file.gather(member, into, chunks=chunks)
+        with shown(progress, f"loading {member.path}", total) as report, _telling_overwritten(held, direct):
+            member_file.read_chunks(member, pieces, verify=options.verify, progress=report)
+    merge.apply()
+
+
+def _direct_targets(merge: Merge, held: manifest.Manifest, pickled: bytes | None) -> dict[int, torch.Tensor]:
+    """Table index -> target that the bytes can be read into as they are."""
+    if pickled is not None and not graph.is_standard(pickled):
+        # A rebuild function of the user's may look at values, and would see
+        # those that are about to be overwritten.
+        return {}
+    kept = set(held.ties.values())
+    found: dict[int, torch.Tensor] = {}
+    taken: set[int] = set()
+    for n, name in enumerate(held.table.names):
+        target = merge.targets.get(name)
+        if target is None or name in kept or not held.table.is_named(n) or not held.table.lengths[n]:
+            continue
+        plain = held.table.plain(n)
+        if plain is None or not graph.holds_plain(target, plain) or target.data_ptr() in taken:
+            continue
+        taken.add(target.data_ptr())
+        found[n] = target
+    return found
+
+
+@contextlib.contextmanager
+def _telling_overwritten(held: manifest.Manifest, direct: dict[int, torch.Tensor]) -> Iterator[None]:
+    names = [held.table.names[n] for n in direct]
+    try:
+        yield
+    except Exception as e:
+        note = (
+            f"{len(names)} target(s) may already be overwritten, among them {', '.join(names[:4])}: load another "
+            "checkpoint into them before going on. verify_first=True would have noticed before."
+        )
+        e.overwritten = tuple(names)  # type: ignore[attr-defined]
+        if hasattr(e, "message"):
+            e.message = f"{e.message} {note}"
+        elif e.args:
+            e.args = (f"{e.args[0]} {note}", *e.args[1:])
+        raise
+
+
+# ---- looking ---------------------------------------------------------------
+
+
+def info(f: str | bytes | os.PathLike[Any], *, verify: bool = True) -> CheckpointInfo:
+    """What a checkpoint holds, from its header alone: no tensor is read, no graph unpickled.
+
+    Reads files of striate and foreign safetensors; for torch.save files it raises FormatError.
+    """
+    with member_file.open_member(os.fspath(f), Engine("posix"), verify=verify, header=False) as member:
+        if _is_torch_file(member.first_bytes(_TORCH_PREFIX_BYTES)):
+            raise FormatError(
+                f"{member.path} is a torch.save file, whose contents stand in a pickle: load it with striate.load."
+            )
+        member.read_header(verify=verify)
+        held = member.manifest
+        table = held.table
+        tensors = tuple(
+            TensorInfo(name, dtype, tuple(shape), int(length), held.data_offset + int(offset))
+            for name, dtype, shape, length, offset in zip(
+                table.names, table.dtypes, table.shapes, table.lengths, table.offsets, strict=True
+            )
+        )
+        return CheckpointInfo(
+            path=member.path,
+            kind="safetensors" if held.foreign else "striate",
+            version=held.version,
+            uuid=held.uuid.hex(),
+            sequence=held.sequence,
+            created_s=held.sequence / 1e9,
+            file_bytes=member.file_bytes,
+            data_bytes=table.data_bytes,
+            chunk_bytes=held.chunk_bytes,
+            chunks_count=len(held.digests) // 16,
+            graph_bytes=held.graph_bytes or 0,
+            opaque_count=sum(not table.is_named(n) for n in range(len(table.names))),
+            tensors=tensors,
+            ties=dict(held.ties),
+            metadata=dict(held.metadata),
+        )
+
+
+def verify(
+    f: str | bytes | os.PathLike[Any],
+    *,
+    engine: EngineChoice = "auto",
+    progress: ProgressChoice = False,
+) -> scrub.VerifyReport:
+    """Reads a whole checkpoint and compares every checksum; keeps nothing in memory.
+
+    The report lists each damaged chunk with its offset and the tensors in it; it is false if there is any.
+    Raises DriveError if the file cannot be opened, FormatError if it is no checkpoint with checksums.
+    """
+    path = os.fspath(f)
+    total = os.stat(path).st_size if os.path.exists(path) else 0
+    with shown(progress, f"verifying {drives.display(path)}", total) as report:
+        return scrub.verify_member(path, Engine(engine), progress=report)
