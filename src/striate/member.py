@@ -200,6 +200,7 @@ def _as_read(held: manifest.Manifest) -> image.Table:
         shapes=[(held.data_offset,), *table.shapes],
         offsets=np.concatenate([[0], table.offsets + held.data_offset]),
         lengths=np.concatenate([[held.data_offset], table.lengths]),
+        named=np.concatenate([[False], table.named]),
         data_bytes=table.data_bytes + held.data_offset,
     )
 
@@ -290,7 +291,7 @@ def corrupt_chunk(
 def tensors_in_chunk(held: manifest.Manifest, chunk: int) -> list[str]:
     start = chunk * held.chunk_bytes - (held.data_offset if held.foreign else 0)
     stop = min(start + held.chunk_bytes, held.table.data_bytes)
-    names = [held.table.names[n] for n in image.storages_in(held.table, max(start, 0), stop)]
+    names = image.names_in(held.table, max(start, 0), stop)
     kept = set(names)
     return names + [other for other, keeper in held.ties.items() if keeper in kept]
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from striate import _engine, drives, graph, image, manifest, scrub, stream, volume
+from striate import _engine, drives, graph, manifest, scrub, stream, volume
 from striate import member as member_file
 from striate.engines import Engine, EngineChoice
 from striate.errors import FormatError, LoadMismatch
@@ -41,8 +41,6 @@ __all__ = [
 ]
 
 FileLike = str | bytes | os.PathLike[Any] | IO[bytes]
-
-CHUNK_BYTES = 4 << 20
 
 # Below this a huge page cannot lie inside, or saves less than the call costs.
 _HUGE_FROM_BYTES = 4 << 20
@@ -113,7 +111,7 @@ def save(
     pickle_protocol: int = 2,
     *,
     engine: EngineChoice = "auto",
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int = manifest.CHUNK_BYTES_DEFAULT,
     frozen: bool = False,
     progress: ProgressChoice = False,
 ) -> SaveResult:
@@ -361,12 +359,6 @@ def _admitted(held: manifest.Manifest, pickled: bytes | None, options: _LoadOpti
     return restore
 
 
-def _locations(table: image.Table) -> Iterator[str]:
-    for location, count in table.locations:
-        for _ in range(count):
-            yield location
-
-
 def _allocate(
     held: manifest.Manifest, restore: graph.Restore, wanted: NDArray[np.bool_] | None = None
 ) -> tuple[list[torch.UntypedStorage], NDArray[np.uint64]]:
@@ -376,7 +368,7 @@ def _allocate(
     allocate = restore.allocate
     storages = [
         allocate(length, location)
-        for length, location in zip(lengths.tolist(), _locations(table), strict=True)
+        for length, location in zip(lengths.tolist(), table.locations_list(), strict=True)
     ]
     addresses = np.zeros(len(storages) + (table.graph is not None), np.uint64)
     if restore.reads_data:
@@ -397,7 +389,7 @@ def _rebuild(
     tensors: dict[int, torch.Tensor] | None = None,
 ) -> Any:
     apply = restore.apply
-    placed = [apply(s, location) for s, location in zip(storages, _locations(held.table), strict=True)]
+    placed = [apply(s, location) for s, location in zip(storages, held.table.locations_list(), strict=True)]
     return graph.loads(
         pickled,
         held.table.names,
