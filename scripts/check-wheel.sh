@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# check-wheel.sh VENV WHEEL: the wheel needs no shared library but the C library's own.
+set -euo pipefail
+venv=$1 wheel=$2
+
+report=$("$venv/bin/python" -m auditwheel show "$wheel")
+echo "$report"
+foreign=$(grep -oE 'lib(uring|xxhash|zstd|isal)[^ "]*\.so[^ "]*' <<<"$report" || true)
+tagged=$(grep -oE '(many|musl)?linux_[0-9a-z_]+' <<<"$report" | head -n 1)
+if [[ -n $foreign || $tagged != manylinux_* ]]; then
+	echo "the wheel needs libraries that it does not bring along: ${foreign:-see above}" >&2
+	exit 1
+fi
