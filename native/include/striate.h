@@ -18,12 +18,12 @@
 
 /* Codes of ours lie far outside errno. */
 enum st_code {
-	ST_ECORRUPT = -10001,  /* a checksum did not match, twice */
-	ST_ECANCELED = -10002, /* st_run_cancel was called */
-	ST_ETRUNCATED = -10003,/* the file ended before the job did */
-	ST_ERING = -10004,     /* io_uring itself failed; st_failure.detail is -errno */
-	ST_EPLAN = -10005,     /* the job table is wrong (our mistake) */
-	ST_ESKIPPED = -10006,  /* the job was not run: another one failed first */
+	ST_ECORRUPT = -10001,   /* a checksum did not match, twice */
+	ST_ECANCELED = -10002,  /* st_run_cancel was called */
+	ST_ETRUNCATED = -10003, /* the file ended before the job did */
+	ST_ERING = -10004,      /* io_uring itself failed; st_failure.detail is -errno */
+	ST_EPLAN = -10005,      /* the job table is wrong (our mistake) */
+	ST_ESKIPPED = -10006,   /* the job was not run: another one failed first */
 };
 
 /* ---- the drive interface: every call that changes a drive ------------- */
@@ -54,31 +54,57 @@ int st_read(struct st_io *io, int fd, void *buf, uint64_t length, uint64_t offse
 /* ---- faults, for tests ------------------------------------------------ */
 
 enum st_op {
-	ST_OP_ANY = 0, ST_OP_OPEN, ST_OP_CLOSE, ST_OP_LOCK, ST_OP_CHMOD, ST_OP_CHOWN,
-	ST_OP_ALLOCATE, ST_OP_TRUNCATE, ST_OP_WRITE, ST_OP_READ, ST_OP_SYNC,
-	ST_OP_SYNC_DIRECTORY, ST_OP_RENAME, ST_OP_UNLINK,
+	ST_OP_ANY = 0,
+	ST_OP_OPEN,
+	ST_OP_CLOSE,
+	ST_OP_LOCK,
+	ST_OP_CHMOD,
+	ST_OP_CHOWN,
+	ST_OP_ALLOCATE,
+	ST_OP_TRUNCATE,
+	ST_OP_WRITE,
+	ST_OP_READ,
+	ST_OP_SYNC,
+	ST_OP_SYNC_DIRECTORY,
+	ST_OP_RENAME,
+	ST_OP_UNLINK,
 };
 
 enum st_fault_kind {
 	ST_FAULT_ERROR = 0, /* the operation does nothing and answers -value */
-	ST_FAULT_SHORT,     /* a transfer moves at most value bytes (rounded down to ST_ALIGN when direct, unless that is 0) */
-	ST_FAULT_CUT,       /* power is lost before the operation: it and every later one do nothing and answer -EIO */
+	ST_FAULT_SHORT, /* a transfer answers at most value bytes; what moves is value rounded up to ST_ALIGN
+			 */
+	ST_FAULT_CUT, /* power is lost before the operation: it and every later one do nothing and answer -EIO
+		       */
 };
 
 /* The nth (from 0) operation that matches op suffers; count of them in a row (0: for ever). */
-struct st_fault { uint32_t op; uint32_t kind; uint64_t nth; uint64_t count; uint64_t value; };
+struct st_fault {
+	uint32_t op;
+	uint32_t kind;
+	uint64_t nth;
+	uint64_t count;
+	uint64_t value;
+};
 
 /* What was asked and answered, in the order of submission. data is a copy of
  * what a write carried (record_data), name/to for the namespace operations. */
 struct st_trace {
-	uint32_t op; int32_t result; int32_t fd; uint32_t flags; uint64_t offset; uint64_t length;
-	const char *name; const char *to; const uint8_t *data;
+	uint32_t op;
+	int32_t result;
+	int32_t fd;
+	uint32_t flags;
+	uint64_t offset;
+	uint64_t length;
+	const char *name;
+	const char *to;
+	const uint8_t *data;
 };
 
 /* Takes ownership of inner. A write that is submitted and a result that
  * arrives later are one entry; its result is filled in on completion. */
-int st_io_fault(struct st_io **out, struct st_io *inner, const struct st_fault *faults,
-		size_t faults_count, bool record_data);
+int st_io_fault(struct st_io **out, struct st_io *inner, const struct st_fault *faults, size_t faults_count,
+	bool record_data);
 size_t st_trace_count(const struct st_io *io);
 int st_trace_get(const struct st_io *io, size_t index, struct st_trace *out);
 
@@ -90,47 +116,48 @@ struct st_extent {
 };
 
 enum st_job_flags {
-	ST_JOB_CHECKSUM = 1u,  /* write: report the digest; read: compare with it */
-	ST_JOB_STABLE = 2u,    /* write: the memory cannot change, zero copy allowed */
-	ST_JOB_CAREFUL = 4u,   /* write: the memory maps a file that may have shrunk: EFAULT, not SIGBUS */
+	ST_JOB_CHECKSUM = 1u, /* write: report the digest; read: compare with it */
+	ST_JOB_STABLE = 2u,   /* write: the memory cannot change, zero copy allowed */
+	ST_JOB_CAREFUL = 4u,  /* write: the memory maps a file that may have shrunk: EFAULT, not SIGBUS */
 };
 
 /* One block: length bytes at offset of a file, gathered from (or scattered to)
  * extents whose lengths add up to length. Writes are padded with zeros to
  * ST_ALIGN; the caller truncates. */
 struct st_job {
-	uint64_t offset;        /* multiple of ST_ALIGN */
-	uint64_t length;        /* > 0 */
+	uint64_t offset; /* multiple of ST_ALIGN */
+	uint64_t length; /* > 0 */
 	uint64_t extent_first;
 	uint32_t extents_count;
-	uint32_t file;          /* index into st_plan.files */
-	uint64_t seed;          /* of XXH3-128 */
+	uint32_t file; /* index into st_plan.files */
+	uint64_t seed; /* of XXH3-128 */
 	uint32_t flags;
 	uint32_t reserved;
 	uint8_t digest[ST_DIGEST_BYTES]; /* read: wanted */
 };
 
 struct st_result {
-	int32_t code;           /* 0, -errno, enum st_code */
+	int32_t code; /* 0, -errno, enum st_code */
 	uint32_t reserved;
 	uint8_t digest[ST_DIGEST_BYTES]; /* write: of the bytes written; read: of the bytes found */
 };
 
 struct st_file {
 	int32_t fd;
-	uint32_t direct;        /* in: opened with O_DIRECT; out (st_stats.buffered_files): refused at first I/O */
-	uint32_t mem_align;     /* bytes; 0: not known, treated as ST_ALIGN */
-	uint32_t offset_align;  /* bytes; 0: not known, treated as ST_ALIGN */
+	uint32_t direct; /* in: opened with O_DIRECT; out (st_stats.buffered_files): refused at first I/O */
+	uint32_t mem_align;    /* bytes; 0: not known, treated as ST_ALIGN */
+	uint32_t offset_align; /* bytes; 0: not known, treated as ST_ALIGN */
 };
 
 enum st_direction { ST_WRITE = 0, ST_READ = 1 };
 
 struct st_plan {
 	uint32_t direction;
-	uint32_t keep_going;    /* read: record each job's error and go on */
-	uint32_t workers_max;   /* 0: number of online cpus in the affinity mask (posix: 4 x that, at most 16) */
-	uint32_t depth;         /* slots per worker; 0: 4 (posix: 1) */
-	uint64_t budget_bytes;  /* of all slots; 0: 256 MiB */
+	uint32_t keep_going; /* read: record each job's error and go on */
+	uint32_t
+		workers_max; /* 0: number of online cpus in the affinity mask (posix: 4 x that, at most 16) */
+	uint32_t depth;      /* slots per worker; 0: 4 (posix: 1) */
+	uint64_t budget_bytes; /* of all slots; 0: 256 MiB */
 	uint32_t register_buffers;
 	uint32_t files_count;
 	struct st_file *files;
@@ -143,29 +170,32 @@ struct st_plan {
 
 struct st_failure {
 	int32_t code;
-	int32_t detail;         /* ST_ERING: -errno of the ring call */
+	int32_t detail; /* ST_ERING: -errno of the ring call */
 	uint32_t file;
 	uint64_t job;
 	uint64_t offset;
 };
 
 struct st_stats {
-	uint64_t bytes;           /* payload moved */
+	uint64_t bytes; /* payload moved */
 	uint64_t zero_copy_bytes;
-	uint64_t transfers;       /* reads or writes submitted */
-	uint64_t retries;         /* short, EINTR, EAGAIN, checksum read again */
-	uint64_t wait_ns;         /* workers waiting for drives, summed */
-	uint64_t work_ns;         /* workers copying, hashing, submitting, summed */
+	uint64_t transfers; /* reads or writes submitted */
+	uint64_t retries;   /* short, EINTR, EAGAIN, checksum read again */
+	uint64_t wait_ns;   /* workers waiting for drives, summed */
+	uint64_t work_ns;   /* workers copying, hashing, submitting, summed */
 	uint32_t workers_count;
 	uint32_t depth;
 	uint32_t registered_workers; /* workers whose slots were registered */
-	uint32_t register_error;  /* errno of the last refusal, 0 if none */
-	uint32_t buffered_files;  /* asked for O_DIRECT, refused at the first I/O */
-	uint32_t rings_refused;   /* workers that got no ring and left their jobs to others */
-	uint64_t slot_bytes;      /* memory of all slots together */
+	uint32_t register_error;     /* errno of the last refusal, 0 if none */
+	uint32_t buffered_files;     /* asked for O_DIRECT, refused at the first I/O */
+	uint32_t rings_refused;      /* workers that got no ring and left their jobs to others */
+	uint64_t slot_bytes;         /* memory of all slots together */
 };
 
 struct st_run;
+
+/* What is wrong with a plan, in words, and at which job; NULL: nothing. */
+const char *st_plan_check(const struct st_plan *plan, uint64_t *job);
 
 /* start spawns the workers and returns; plan and all it points to must live
  * until st_run_free. wait: 1 finished, 0 still running after timeout_ms.
@@ -186,9 +216,9 @@ void st_checksum(const void *data, size_t length, uint64_t seed, uint8_t digest[
 uint64_t st_block_seed(const uint8_t uuid[16], uint64_t index);
 
 struct st_probe {
-	int32_t setup_error;      /* 0 or errno of io_uring_setup */
-	uint32_t features;        /* IORING_FEAT_* */
-	int32_t register_error;   /* 0 or errno of registering one page */
+	int32_t setup_error;    /* 0 or errno of io_uring_setup */
+	uint32_t features;      /* IORING_FEAT_* */
+	int32_t register_error; /* 0 or errno of registering one page */
 };
 int st_probe_uring(struct st_probe *out);
 /* statx(STATX_DIOALIGN): 0 and both filled; -ENOTSUP when not reported; 0/0 when refused. */
