@@ -12,7 +12,7 @@ site=build/asan-site
 if [[ ! -e $site/stamp || -n $(find pyproject.toml CMakeLists.txt src native -newer "$site/stamp" -type f -print -quit) ]]; then
 	rm -rf "$site" build/asan-wheel
 	"$venv/bin/python" -m pip --disable-pip-version-check --quiet wheel --no-deps --wheel-dir build/asan-wheel \
-		--config-settings=cmake.define.STRIATE_SANITIZE=address \
+		--config-settings=build-dir=build/asan-module --config-settings=cmake.define.STRIATE_SANITIZE=address \
 		--config-settings=cmake.build-type=RelWithDebInfo --config-settings=install.strip=false .
 	"$venv/bin/python" -m pip --disable-pip-version-check --quiet install --no-deps --target "$site" build/asan-wheel/*.whl
 	touch "$site/stamp"

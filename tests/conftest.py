@@ -9,6 +9,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+
 from support.loop_drives import CannotMakeDrives, LoopDrive, loop_drives
 
 # Two cores that others use too: a deadline would measure the neighbours.
@@ -25,7 +26,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "needs_io_uring: tests io_uring itself; left out under --io-uring-refused only")
+    config.addinivalue_line(
+        "markers", "needs_io_uring: tests io_uring itself; left out under --io-uring-refused only"
+    )
     if config.getoption("--io-uring-refused"):
         # The whole run exists to see the fallback: the warning is right, once or often.
         config.addinivalue_line("filterwarnings", "ignore::striate.errors.EngineFallback")

@@ -83,7 +83,9 @@ def _pair(word: str) -> tuple[str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--refuse", type=_pair, action="append", default=[], metavar="CALL=ERRNO")
     parser.add_argument("--limit", type=_pair, action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--user", type=int, metavar="UID")

@@ -56,7 +56,9 @@ def loop_drives(
             # A busy device is given back at its last close.
             stack.callback(subprocess.run, ["losetup", "--detach", device], check=False, capture_output=True)
             if file_system == "ext4":
-                _call("mkfs.ext4", "-q", "-F", "-m", "0", "-E", "lazy_itable_init=0,lazy_journal_init=0", device)
+                _call(
+                    "mkfs.ext4", "-q", "-F", "-m", "0", "-E", "lazy_itable_init=0,lazy_journal_init=0", device
+                )
             else:
                 _call("mkfs.xfs", "-q", "-f", device)
             path = folder / f"drive{index}"
@@ -74,7 +76,9 @@ def capped(drives: Sequence[LoopDrive], bytes_per_s: int) -> Iterator[None]:
     Direct I/O and reads are charged to the process; with cgroup v1, written-back pages escape.
     """
     kind, root = _block_cgroup()
-    numbers = [Path(f"/sys/class/block/{Path(drive.device).name}/dev").read_text().strip() for drive in drives]
+    numbers = [
+        Path(f"/sys/class/block/{Path(drive.device).name}/dev").read_text().strip() for drive in drives
+    ]
     group = root / f"striate-test-{os.getpid()}"
     group.mkdir()
     try:

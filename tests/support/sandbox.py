@@ -16,7 +16,7 @@ REFUSABLE = ("EPERM", "ENOSYS", "EOPNOTSUPP", "EACCES", "ENOMEM", "EINVAL")
 
 def run_python(
     code: str,
-    *arguments: str | os.PathLike[str],
+    *arguments: str | Path,
     refuse: Mapping[str, str] | None = None,
     limits: Mapping[str, int] | None = None,
     user: int | None = None,
@@ -37,7 +37,7 @@ def run_python(
         command += ["--limit", f"{limit}={value}"]
     if user is not None:
         command += ["--user", str(user)]
-    command += ["--", sys.executable, "-c", textwrap.dedent(code), *map(os.fspath, arguments)]
+    command += ["--", sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
     done = subprocess.run(
         command,
         env={**os.environ, **(env or {})},

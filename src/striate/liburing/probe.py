@@ -104,7 +104,8 @@ def features() -> Features:
 def limits() -> Limits:
     """Never raises: a figure that cannot be had is None."""
     soft, hard = (
-        None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        None if value == resource.RLIM_INFINITY else value
+        for value in resource.getrlimit(resource.RLIMIT_MEMLOCK)
     )
     entries_max, completions_max = _ring_size_max()
     return Limits(
@@ -125,7 +126,11 @@ def available() -> tuple[bool, str]:
             ring.submit()
             # A nop completes within the submission: what is not there after a second never comes.
             result = ring.wait(timeout_s=1.0).result
-        return (True, "") if result == 0 else (False, f"a nop came back with {errno.errorcode.get(-result, result)}")
+        return (
+            (True, "")
+            if result == 0
+            else (False, f"a nop came back with {errno.errorcode.get(-result, result)}")
+        )
     except OSError as error:
         return False, _why_not(error)
 
@@ -143,9 +148,11 @@ def _why_not(error: OSError) -> str:
     if error.errno == errno.EPERM and disabled == 2:
         return f"{said}: switched off for everybody by the sysctl kernel.io_uring_disabled=2"
     if error.errno == errno.EPERM and disabled == 1:
-        return f"{said}: kernel.io_uring_disabled=1 allows it to CAP_SYS_ADMIN and to the group of kernel.io_uring_group"
+        return f"{said}: kernel.io_uring_disabled=1 leaves it to CAP_SYS_ADMIN and kernel.io_uring_group"
     if error.errno in (errno.EPERM, errno.EACCES):
-        return f"{said}: refused by a seccomp filter or a security module; container runtimes do so by default"
+        return (
+            f"{said}: refused by a seccomp filter or a security module; container runtimes do so by default"
+        )
     if error.errno == errno.ENOSYS:
         return f"{said}: this kernel, or the sandbox around this process, has no io_uring"
     if error.errno == errno.ENOMEM:

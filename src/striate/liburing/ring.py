@@ -139,16 +139,30 @@ class Ring:
             self._queue(user_data, None, lib.io_uring_prep_fsync, _fd(fd), flags)
 
     def queue_read_fixed(
-        self, fd: int, index: int, offset: int, *, start: int = 0, length: int | None = None, user_data: int = 0
+        self,
+        fd: int,
+        index: int,
+        offset: int,
+        *,
+        start: int = 0,
+        length: int | None = None,
+        user_data: int = 0,
     ) -> None:
-        """As ``queue_read`` into registered buffer ``index``, at ``start`` of it, ``length`` bytes (None: the rest)."""
+        """As ``queue_read`` into registered buffer ``index``, ``length`` bytes (None: its rest) from ``start`` on."""
         with _Use(self):
             self._queue_fixed(lib.io_uring_prep_read_fixed, fd, index, offset, start, length, user_data)
 
     def queue_write_fixed(
-        self, fd: int, index: int, offset: int, *, start: int = 0, length: int | None = None, user_data: int = 0
+        self,
+        fd: int,
+        index: int,
+        offset: int,
+        *,
+        start: int = 0,
+        length: int | None = None,
+        user_data: int = 0,
     ) -> None:
-        """As ``queue_write`` from registered buffer ``index``, at ``start`` of it, ``length`` bytes (None: the rest)."""
+        """As ``queue_write`` from registered buffer ``index``, ``length`` bytes (None: its rest) from ``start`` on."""
         with _Use(self):
             self._queue_fixed(lib.io_uring_prep_write_fixed, fd, index, offset, start, length, user_data)
 
@@ -179,7 +193,9 @@ class Ring:
         """
         with _Use(self):
             if not self.in_flight_count:
-                raise RuntimeError(f"nothing to wait for: {self.queued_count} operations queued, none submitted")
+                raise RuntimeError(
+                    f"nothing to wait for: {self.queued_count} operations queued, none submitted"
+                )
             return self._wait(timeout_s)
 
     def drain(self) -> list[Completion]:
@@ -238,13 +254,16 @@ class Ring:
                 raise ValueError(f"depth is {depth}: the ring has {self.entries_count} entries")
             memory, length = _export(buffer, writable=direction == "read", limit=False)
             if not 1 <= block_bytes <= _U32_MAX or depth * block_bytes > length:
-                raise ValueError(f"depth {depth} x block_bytes {block_bytes} does not fit a buffer of {length} bytes")
+                raise ValueError(
+                    f"depth {depth} x block_bytes {block_bytes} does not fit a buffer of {length} bytes"
+                )
             prepare = lib.io_uring_prep_read if direction == "read" else lib.io_uring_prep_write
             todo = deque(_offset(offset) for offset in offsets)
             checked_fd = _fd(fd)
             slots = deque(range(depth))
             where: dict[int, int] = {}  # offset by slot, of what is in flight
             failure: OSError | None = None
+            start: Any = None
             started = time.perf_counter()
             while where or (todo and failure is None):
                 while slots and todo and failure is None:
@@ -260,13 +279,22 @@ class Ring:
                 slots.append(done.user_data)
                 if done.result != block_bytes and failure is None:
                     if done.result < 0:
-                        failure = _call_error(f"{direction} of {block_bytes} bytes at offset {offset}", -done.result)
+                        failure = _call_error(
+                            f"{direction} of {block_bytes} bytes at offset {offset}", -done.result
+                        )
                     else:
-                        failure = OSError(f"{direction} at offset {offset}: {done.result} of {block_bytes} bytes moved")
+                        failure = OSError(
+                            f"{direction} at offset {offset}: {done.result} of {block_bytes} bytes moved"
+                        )
             elapsed_s = time.perf_counter() - started
-            if failure is not None:
+            if failure is None:
+                return elapsed_s
+            try:
                 raise failure
-            return elapsed_s
+            finally:
+                # The error's traceback holds this frame: what it holds in turn would
+                # keep the caller's buffer exported for as long as the error is kept.
+                del failure, memory, start
 
     # ---- life ---------------------------------------------------------------
 
@@ -309,7 +337,9 @@ class Ring:
     def __repr__(self) -> str:
         if self._ring is None:
             return "<Ring closed>"
-        return f"<Ring entries={self.entries_count} queued={self.queued_count} in_flight={self.in_flight_count}>"
+        return (
+            f"<Ring entries={self.entries_count} queued={self.queued_count} in_flight={self.in_flight_count}>"
+        )
 
     # ---- inside: the caller holds the ring ------------------------------------
 
@@ -397,7 +427,9 @@ class _Use:
 
     def __enter__(self) -> None:
         if not self._ring._busy.acquire(blocking=False):
-            raise RuntimeError("the ring is in use by another thread, or by the call that a signal interrupted")
+            raise RuntimeError(
+                "the ring is in use by another thread, or by the call that a signal interrupted"
+            )
         if self._ring._ring is None:
             self._ring._busy.release()
             raise ValueError("the ring is closed")
