@@ -138,11 +138,19 @@ def _addresses(graph: Graph, keep: list[object]) -> NDArray[np.uint64]:
     for n, entry in enumerate(graph.storages):
         if not entry.nbytes:
             continue
-        source = entry.source
-        if source.device.type != "cpu":
-            source = source.cpu()
-            keep.append(source)
-        found[n] = source.data_ptr()
+        kind = entry.source.device.type
+        if kind == "cpu":
+            found[n] = entry.source.data_ptr()
+        elif kind == "meta":
+            # No bytes are there; torch.save writes zeros too. Untouched pages
+            # of zeros cost no memory.
+            zeros = np.zeros(entry.nbytes, np.uint8)
+            keep.append(zeros)
+            found[n] = zeros.ctypes.data
+        else:
+            copy = entry.source.cpu()
+            keep.append(copy)
+            found[n] = copy.data_ptr()
     return found
 
 
