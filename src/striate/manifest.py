@@ -10,16 +10,14 @@ import base64
 import binascii
 import gc
 import json
-import math
 import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, chain
-from json.encoder import encode_basestring as _quoted  # type: ignore[attr-defined]
-from operator import mul
+from itertools import chain
+from json.encoder import encode_basestring as _quoted
 from typing import Any, NoReturn
 
 import numpy as np
@@ -269,6 +267,8 @@ def _storages_text(table: Table) -> str:
 def _entries_text(table: Table) -> Iterator[str]:
     # A million entries have a few hundred different kinds.
     kinds: dict[tuple[str, tuple[int, ...]], str] = {}
+    for plain in table.tensors.values():
+        _check_shape(plain.dtype, plain.shape)
     for name, dtype, shape, start, end in zip(
         table.names,
         table.dtypes,
@@ -279,12 +279,23 @@ def _entries_text(table: Table) -> Iterator[str]:
     ):
         kind = kinds.get((dtype, shape))
         if kind is None:
+            _check_shape(dtype, shape)
             dimensions = ",".join(map(str, shape))
             kind = kinds[dtype, shape] = f':{{"dtype":"{dtype}","shape":[{dimensions}],"data_offsets":['
         yield f",{_quoted(name)}{kind}{start},{end}]}}"
     if table.graph is not None:
         start, length = table.graph
         yield f',"{GRAPH_NAME}":{{"dtype":"U8","shape":[{length}],"data_offsets":[{start},{start + length}]}}'
+
+
+def _check_shape(dtype: str, shape: tuple[int, ...]) -> None:
+    # torch makes some tensors without elements that no reader could take.
+    try:
+        plain_bytes(dtype, shape)
+    except OverflowError as e:
+        raise FormatError(
+            f"save refused: {e}, even if it has no elements. Nothing was written. Leave that tensor out."
+        ) from None
 
 
 # ---- reading ----------------------------------------------------------------
@@ -583,20 +594,15 @@ def _sizes(names: list[str], dtypes: list[str], shapes: list[tuple[int, ...]]) -
     return np.fromiter(map(bytes_of.__getitem__, zip(dtypes, shapes, strict=True)), np.int64, len(names))
 
 
-def plain_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor of a known dtype. Raises OverflowError if the product passes 2^63 - 1 on the way."""
-    size = DTYPE_BYTES[dtype]
-    # A product that fits, of factors that are not 0, cannot have been larger
-    # before. The bound on the dimensions keeps hostile products short.
-    if len(shape) <= 64:
-        total = size * math.prod(shape)
-        if 0 < total <= _INT64_MAX:
-            return total
-    total = 1
-    for total in accumulate((*shape, size), mul):
+def plain_bytes(dtype: str, shape: Sequence[int]) -> int:
+    """Bytes of a tensor of a known dtype. Raises OverflowError if 63 bits cannot count them, 0 taken as 1."""
+    total = DTYPE_BYTES[dtype]
+    for dimension in shape:
+        # The product is looked at after each step, so hostile ones stay short.
+        total *= dimension or 1
         if total > _INT64_MAX:
-            raise OverflowError(f"shape {list(shape)[:8]} has more elements than 63 bits can count")
-    return total
+            raise OverflowError(f"shape {list(shape)[:8]} is of more than 2^63 - 1 bytes")
+    return 0 if 0 in shape else total
 
 
 def _foreign(header: bytes, entries: _Parser, file_bytes: int | None) -> Manifest:

@@ -1,0 +1,759 @@
+"""Reads checkpoints of striate with nothing of striate: Python, its standard library and xxhash are enough.
+
+Written from docs/format.md alone, as a second opinion on the format and for
+the day when nothing can be built. This file may be copied and run by itself:
+
+    python rescue.py FILE... -o out.safetensors
+
+Memory is bounded by the header and one chunk, whatever the checkpoint's size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import binascii
+import json
+import os
+import re
+import secrets
+import sys
+import zlib
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, NoReturn
+
+import xxhash
+
+__all__ = ["Damage", "Damaged", "RescueError", "RescuedCheckpoint", "RescuedTensor", "main", "read"]
+
+VERSION = 1
+ALIGN = 4096
+HEADER_BYTES_MAX = 100_000_000
+CHUNK_BYTES_MIN = 4096
+CHUNK_BYTES_MAX = 67_108_864
+DIGEST_BYTES = 16
+GRAPH_BYTES_MAX = 1_073_741_824
+DTYPE_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
+GRAPH = "__striate__.graph"
+CHECKSUM_KEY = b'"striate.checksum":"'
+
+EXIT_FINE, EXIT_FAILED, EXIT_USAGE, EXIT_DAMAGED, EXIT_NOTHING = range(5)
+
+
+class RescueError(Exception):
+    """The file is not a checkpoint that can be read; the message says why."""
+
+
+class _NotOurs(RescueError):
+    """A safetensors file, but not one of striate's: there is nothing to check it by."""
+
+
+class _HeaderDamaged(RescueError):
+    """The header's checksum does not fit."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A chunk that no file has whole. ``offset`` is in bytes from the start of the file."""
+
+    chunk: int
+    offset: int
+    length: int
+    reason: str
+    tensors: tuple[str, ...]
+
+
+class Damaged(RescueError):
+    """Some chunks are damaged: ``damage`` says which, and which tensors lie in them."""
+
+    def __init__(self, message: str, damage: Sequence[Damage]) -> None:
+        super().__init__(message)
+        self.damage = tuple(damage)
+
+
+@dataclass(frozen=True)
+class RescuedTensor:
+    """One entry of the storage table, with its bytes.
+
+    ``raw``: a storage that several tensors see, or one of an unusual kind; dtype is "U8" then, and ``plain``
+    the (dtype, shape) of the plain tensor that it also is, if it is one.
+    """
+
+    index: int
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    raw: bool
+    plain: tuple[str, tuple[int, ...]] | None
+    location: str
+    data: bytes
+
+
+@dataclass(frozen=True)
+class RescuedCheckpoint:
+    """A whole and verified checkpoint. ``graph`` is the pickle of the object, None for a flat dict of
+    tensors."""
+
+    path: str
+    uuid: bytes
+    sequence: int
+    chunk_bytes: int
+    tensors: dict[str, RescuedTensor]
+    ties: dict[str, str]
+    graph: bytes | None
+    metadata: dict[str, str]
+
+
+# ---- the header ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Entry:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass
+class _Header:
+    raw: bytes
+    metadata: dict[str, str]
+    entries: list[_Entry]  # in the order of the JSON, the graph entry included
+    data_bytes: int
+    uuid: bytes = b""
+    sequence: int = 0
+    chunk_bytes: int = 0
+    digests: bytes = b""
+    locations: list[str] = field(default_factory=list)
+    plains: dict[int, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
+    graph_bytes: int | None = None
+    graph_entry: bool = False
+    damaged: bool = False
+
+    @property
+    def table(self) -> list[_Entry]:
+        return self.entries[:-1] if self.graph_entry else self.entries
+
+    @property
+    def chunks_count(self) -> int:
+        return -(-self.data_bytes // self.chunk_bytes)
+
+    def chunk_span(self, chunk: int) -> tuple[int, int]:
+        begin = chunk * self.chunk_bytes
+        return begin, min(begin + self.chunk_bytes, self.data_bytes)
+
+
+def _refuse(why: str) -> NoReturn:
+    raise RescueError(why)
+
+
+def _read_header(file: BinaryIO, *, despite_damage: bool) -> _Header:
+    prefix = _read_at(file, 0, 8)
+    if len(prefix) < 8:
+        _refuse(f"it has {len(prefix)} bytes, too few for a checkpoint")
+    length = int.from_bytes(prefix, "little")
+    if prefix == b"STRIATE\0":
+        _refuse(
+            "it is one of several files of a checkpoint on several drives, which this version cannot read"
+        )
+    if not 2 <= length <= HEADER_BYTES_MAX:
+        _refuse(f"its first 8 bytes, {prefix.hex()}, are not the length of a header")
+    raw = _read_at(file, 0, 8 + length)
+    if len(raw) < 8 + length:
+        _refuse(f"it ends at byte {len(raw)}, within its header of {8 + length} bytes")
+
+    sealed = _checksum_fits(raw)
+    try:
+        header = _parse(raw)
+        if any(key.startswith("striate.") for key in header.metadata):
+            if not sealed and not despite_damage:
+                raise _HeaderDamaged("the checksum of its header does not fit")
+            _parse_ours(header)
+            header.damaged = not sealed
+            return header
+    except _HeaderDamaged:
+        raise
+    except RescueError as e:
+        if not sealed and b'"striate.' in raw:
+            raise _HeaderDamaged(f"its header is damaged: {e}") from None
+        raise
+    raise _NotOurs("it is a safetensors file, but none of striate's: it has no checksums")
+
+
+def _checksum_fits(raw: bytes) -> bool:
+    at = raw.find(CHECKSUM_KEY) + len(CHECKSUM_KEY)
+    if at < len(CHECKSUM_KEY):
+        return False
+    zeroed = bytearray(raw)
+    zeroed[at : at + 2 * DIGEST_BYTES] = b"0" * 2 * DIGEST_BYTES
+    found = xxhash.xxh3_128_hexdigest(bytes(zeroed))
+    return raw[at : at + 2 * DIGEST_BYTES] == found.encode("ascii")
+
+
+def _parse(raw: bytes) -> _Header:
+    """Rules 1 to 6 of the format: what holds for any safetensors file."""
+    if raw[8:9] != b"{":
+        _refuse("the header does not begin with {")
+    parsed = _json(raw[8:])
+    metadata = parsed.pop("__metadata__", {})
+    if type(metadata) is not dict or any(type(value) is not str for value in metadata.values()):
+        _refuse("__metadata__ is not an object of strings")
+    entries = [_entry(name, value) for name, value in parsed.items()]
+    reached = 0
+    for entry in sorted(entries, key=lambda e: (e.begin, e.end)):
+        if entry.begin != reached:
+            _refuse(f"the data has a gap or an overlap before {entry.name!r}")
+        reached = entry.end
+    return _Header(raw, metadata, entries, reached)
+
+
+def _json(text: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            _refuse("a member of an object is there twice")
+        return found
+
+    def constant(name: str) -> NoReturn:
+        _refuse(f"{name} is not a number of JSON")
+
+    def integer(digits: str) -> int:
+        return int(digits) if len(digits) <= 20 else _refuse("a number is too long")
+
+    try:
+        parsed = json.loads(
+            text.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant, parse_int=integer
+        )
+    except UnicodeDecodeError:
+        _refuse("a text is not UTF-8")
+    except RecursionError:
+        _refuse("the JSON is nested too deeply")
+    except ValueError as e:
+        _refuse(f"a text is not JSON: {e}")
+    if type(parsed) is not dict:
+        _refuse("the JSON is not an object")
+    return parsed
+
+
+def _sizes(value: Any, what: str) -> tuple[int, ...]:
+    if type(value) is not list or any(type(v) is not int or not 0 <= v < 1 << 63 for v in value):
+        _refuse(f"{what} is not an array of integers from 0 to 2^63 - 1")
+    return tuple(value)
+
+
+def _plain_bytes(dtype: str, shape: tuple[int, ...], what: str) -> int:
+    if dtype not in DTYPE_BYTES:
+        _refuse(f"the dtype of {what}, {dtype!r}, is not known")
+    total = DTYPE_BYTES[dtype]
+    for dimension in shape:
+        total *= dimension or 1
+        if total >= 1 << 63:
+            _refuse(f"{what} is of more than 2^63 - 1 bytes")
+    return 0 if 0 in shape else total
+
+
+def _entry(name: str, value: Any) -> _Entry:
+    if type(value) is not dict or value.keys() != {"dtype", "shape", "data_offsets"}:
+        _refuse(f"entry {name!r} is not dtype, shape and data_offsets")
+    if type(value["dtype"]) is not str:
+        _refuse(f"the dtype of {name!r} is not a string")
+    shape = _sizes(value["shape"], f"the shape of {name!r}")
+    offsets = _sizes(value["data_offsets"], f"data_offsets of {name!r}")
+    if len(offsets) != 2 or offsets[1] - offsets[0] != _plain_bytes(value["dtype"], shape, repr(name)):
+        _refuse(f"data_offsets of {name!r} do not fit its dtype and shape")
+    return _Entry(name, value["dtype"], shape, *offsets)
+
+
+def _text(metadata: dict[str, str], key: str, pattern: str) -> str:
+    if key not in metadata:
+        _refuse(f"{key} is missing")
+    if not re.fullmatch(pattern, metadata[key]):
+        _refuse(f"{key} has the wrong form")
+    return metadata[key]
+
+
+def _parse_ours(header: _Header) -> None:
+    """Rules 7 to 11: what holds for files of striate."""
+    metadata = header.metadata
+    decimal = "0|[1-9][0-9]{0,18}"
+    version = int(_text(metadata, "striate.version", decimal))
+    if version > VERSION:
+        _refuse(f"it has version {version} of the format, and this program knows {VERSION}: take a newer one")
+    if version == 0 or len(header.raw) % ALIGN:
+        _refuse("its version is 0, or its header has a wrong length")
+    header.uuid = bytes.fromhex(_text(metadata, "striate.uuid", "[0-9a-f]{32}"))
+    header.sequence = int(_text(metadata, "striate.sequence", "[0-9]{20}"))
+    header.chunk_bytes = int(_text(metadata, "striate.chunk_bytes", decimal))
+    if header.sequence >= 1 << 64:
+        _refuse("striate.sequence does not fit 64 bits")
+    if header.chunk_bytes not in {1 << n for n in range(12, 27)}:
+        _refuse("striate.chunk_bytes is not a power of two from 4096 to 67108864")
+    header.digests = _base64(metadata, "striate.chunks")
+    if len(header.digests) != DIGEST_BYTES * header.chunks_count:
+        _refuse("striate.chunks does not have one digest for each chunk")
+
+    inline, header.graph_entry = "striate.graph" in metadata, "striate.graph_entry" in metadata
+    if inline and header.graph_entry:
+        _refuse("the graph is in two places")
+    if inline or header.graph_entry:
+        header.graph_bytes = int(_text(metadata, "striate.graph_bytes", decimal))
+        if not 1 <= header.graph_bytes <= GRAPH_BYTES_MAX:
+            _refuse("striate.graph_bytes is out of range")
+    if inline:
+        _base64(metadata, "striate.graph")
+    if header.graph_entry:
+        _text(metadata, "striate.graph_entry", "1")
+        last = header.entries[-1] if header.entries else None
+        if last is None or last.name != GRAPH or last.dtype != "U8" or len(last.shape) != 1:
+            _refuse(f"{GRAPH} is not the last entry")
+
+    named: set[str] = set()
+    for n, entry in enumerate(header.table):
+        if entry.name == f"__striate__.s.{n}":
+            if entry.dtype != "U8" or len(entry.shape) != 1:
+                _refuse(f"{entry.name} is not U8 in one dimension")
+        elif entry.name.startswith("__striate__.") and entry.name != f"__striate__.t.{n}":
+            _refuse(f"{entry.name!r} is not a name for entry {n}")
+        else:
+            named.add(entry.name)
+    _parse_storages(header, named)
+    header.ties = {
+        other: kept
+        for other, kept in metadata.items()
+        if other != "format" and not other.startswith("striate.")
+    }
+    if not set(header.ties.values()) <= named:
+        _refuse("a tied name leads to no entry")
+    flat = not header.ties and len(named) == len(header.table)
+    flat = flat and not any(name.startswith("__striate__.") for name in named)
+    if header.graph_bytes is None and not flat:
+        _refuse("it has no graph, and is not a flat dict of tensors")
+
+
+def _base64(metadata: dict[str, str], key: str) -> bytes:
+    try:
+        return base64.b64decode(_text(metadata, key, "[A-Za-z0-9+/=]*"), validate=True)
+    except (binascii.Error, ValueError):
+        _refuse(f"{key} is not base64")
+
+
+def _parse_storages(header: _Header, named: set[str]) -> None:
+    storages = _json(_text(header.metadata, "striate.storages", "(?s:.*)").encode("utf-8", "surrogatepass"))
+    locations, tensors = storages.get("locations"), storages.get("tensors")
+    if type(locations) is not list or type(tensors) is not dict:
+        _refuse("striate.storages lacks locations or tensors")
+    for run in locations:
+        if type(run) is not list or len(run) != 2 or type(run[0]) is not str or type(run[1]) is not int:
+            _refuse("a location is not a string and a count")
+        if not 1 <= run[1] <= len(header.table) - len(header.locations):
+            _refuse("the locations do not cover the table")
+        header.locations += [run[0]] * run[1]
+    if len(header.locations) != len(header.table):
+        _refuse("the locations do not cover the table")
+    for key, tensor in tensors.items():
+        if not re.fullmatch("0|[1-9][0-9]{0,18}", key) or int(key) >= len(header.table):
+            _refuse(f"{key!r} is not a table index")
+        entry = header.table[int(key)]
+        if entry.name in named or type(tensor) is not list or len(tensor) != 2 or type(tensor[0]) is not str:
+            _refuse(f"tensor {key} of striate.storages is not a dtype and a shape of a raw storage")
+        shape = _sizes(tensor[1], f"the shape of tensor {key}")
+        if _plain_bytes(tensor[0], shape, f"tensor {key}") != entry.end - entry.begin:
+            _refuse(f"tensor {key} has another length than its storage")
+        header.plains[int(key)] = (tensor[0], shape)
+
+
+# ---- the data -----------------------------------------------------------------
+
+
+def _read_at(file: BinaryIO, offset: int, length: int) -> bytes:
+    """Up to ``length`` bytes; fewer only at the end of the file."""
+    file.seek(offset)
+    parts = []
+    while length > 0:
+        # A length that a damaged file claims must not allocate what is not there.
+        part = file.read(min(length, 1 << 24))
+        if not part:
+            break
+        parts.append(part)
+        length -= len(part)
+    return b"".join(parts)
+
+
+class _Source:
+    """The files, of which each may have what the others lack. A digest fits its place and its generation
+    only, so that a chunk may be tried from any of them."""
+
+    def __init__(self, header: _Header, files: Sequence[BinaryIO]) -> None:
+        self.header = header
+        self.files = files
+        self._last: tuple[int, bytes] | None = None
+        self._in_order = sorted((e for e in header.entries if e.begin < e.end), key=lambda e: e.begin)
+        self._begins = [entry.begin for entry in self._in_order]
+
+    def chunk(self, chunk: int) -> bytes | str:
+        """The verified bytes of a chunk, or why no file has them."""
+        if self._last is not None and self._last[0] == chunk:
+            return self._last[1]
+        header = self.header
+        begin, end = header.chunk_span(chunk)
+        wanted = header.digests[DIGEST_BYTES * chunk : DIGEST_BYTES * (chunk + 1)]
+        seed = xxhash.xxh3_64_intdigest(header.uuid + chunk.to_bytes(8, "little"))
+        reasons = []
+        for file in self.files:
+            try:
+                block = _read_at(file, len(header.raw) + begin, end - begin)
+            except OSError as e:
+                reasons.append(f"read error: {e.strerror}")
+                continue
+            found = xxhash.xxh3_128_digest(block, seed=seed)
+            if len(block) == end - begin and found == wanted:
+                self._last = (chunk, block)
+                return block
+            short = len(block) < end - begin
+            reasons.append("the file ends before" if short else f"digest {wanted.hex()}, found {found.hex()}")
+        return reasons[0] if len(reasons) == 1 else f"in no file ({'; '.join(dict.fromkeys(reasons))})"
+
+    def damage(self) -> Iterator[Damage]:
+        """Looks at every chunk."""
+        for chunk in range(self.header.chunks_count):
+            block = self.chunk(chunk)
+            if isinstance(block, str):
+                yield self.describe(chunk, block)
+
+    def describe(self, chunk: int, reason: str) -> Damage:
+        header = self.header
+        begin, end = header.chunk_span(chunk)
+        first = max(bisect_right(self._begins, begin) - 1, 0)
+        last = bisect_left(self._begins, end)
+        names = [entry.name for entry in self._in_order[first:last]]
+        inside = set(names)
+        names += [other for other, kept in header.ties.items() if kept in inside]
+        return Damage(chunk, len(header.raw) + begin, end - begin, reason, tuple(names))
+
+    def pieces(self, entry: _Entry) -> Iterator[bytes]:
+        """The bytes of an entry, each verified as it is read."""
+        at = entry.begin
+        while at < entry.end:
+            chunk = at // self.header.chunk_bytes
+            block = self.chunk(chunk)
+            if isinstance(block, str):
+                lost = self.describe(chunk, block)
+                raise Damaged(f"chunk {chunk} cannot be read: {block}", [lost])
+            begin = chunk * self.header.chunk_bytes
+            part = block[at - begin : entry.end - begin]
+            yield part
+            at += len(part)
+
+
+def _graph(source: _Source) -> bytes | None:
+    header = source.header
+    if header.graph_bytes is None:
+        return None
+    if header.graph_entry:
+        stored = b"".join(source.pieces(header.entries[-1]))
+    else:
+        stored = _base64(header.metadata, "striate.graph")
+    stream = zlib.decompressobj()
+    try:
+        graph = stream.decompress(stored, header.graph_bytes + 1)
+    except zlib.error as e:
+        _refuse(f"the graph cannot be decompressed: {e}")
+    if len(graph) != header.graph_bytes or not stream.eof or stream.unused_data:
+        _refuse("the graph does not have the length that the header declares")
+    return graph
+
+
+def read(path: str | os.PathLike[str], *copies: str | os.PathLike[str]) -> RescuedCheckpoint:
+    """A whole checkpoint in memory, verified. ``copies`` are further files to take damaged chunks from.
+
+    Raises RescueError (no checkpoint), Damaged (with the list of what is damaged), OSError.
+    """
+    paths = [os.fspath(p) for p in (path, *copies)]
+    with _Files(paths) as files:
+        header, _ = _first_header(paths, files, despite_damage=False)
+        source = _Source(header, files)
+        damage = list(source.damage())
+        if damage:
+            raise Damaged(f"{paths[0]}: {len(damage)} of {header.chunks_count} chunks are damaged", damage)
+        tensors = {
+            entry.name: RescuedTensor(
+                index=n,
+                name=entry.name,
+                dtype=entry.dtype,
+                shape=entry.shape,
+                raw=entry.name == f"__striate__.s.{n}",
+                plain=header.plains.get(n),
+                location=header.locations[n],
+                data=b"".join(source.pieces(entry)),
+            )
+            for n, entry in enumerate(header.table)
+        }
+        return RescuedCheckpoint(
+            path=paths[0],
+            uuid=header.uuid,
+            sequence=header.sequence,
+            chunk_bytes=header.chunk_bytes,
+            tensors=tensors,
+            ties=header.ties,
+            graph=_graph(source),
+            metadata=header.metadata,
+        )
+
+
+class _Files:
+    """The input files, open together."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.paths = paths
+        self.files: list[BinaryIO] = []
+
+    def __enter__(self) -> list[BinaryIO]:
+        try:
+            for path in self.paths:
+                self.files.append(open(path, "rb", buffering=0))
+        except BaseException:
+            self.__exit__()
+            raise
+        return self.files
+
+    def __exit__(self, *exc: object) -> None:
+        for file in self.files:
+            file.close()
+
+
+def _first_header(
+    paths: Sequence[str], files: Sequence[BinaryIO], *, despite_damage: bool
+) -> tuple[_Header, list[str]]:
+    """The header of the first file that has a good one (or, as the last resort, a readable one), and
+    remarks."""
+    remarks = []
+    errors: list[RescueError] = []
+    for resort in (False, True) if despite_damage else (False,):
+        for path, file in zip(paths, files, strict=True):
+            try:
+                header = _read_header(file, despite_damage=resort)
+            except RescueError as e:
+                if not resort:
+                    errors.append(type(e)(f"{path}: {e}"))
+                    remarks.append(str(errors[-1]))
+                continue
+            return header, remarks
+    raise errors[0] if len(errors) == 1 else RescueError("; ".join(map(str, errors)))
+
+
+# ---- the command --------------------------------------------------------------
+
+
+class _Output:
+    """A file that appears under its name whole and durable, or not at all."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.directory = os.path.dirname(path) or "."
+        self.temporary = os.path.join(self.directory, f".rescue-{secrets.token_hex(8)}")
+        self.file: BinaryIO | None = None
+
+    def __enter__(self) -> BinaryIO:
+        self.file = open(self.temporary, "xb")
+        return self.file
+
+    def commit(self) -> None:
+        assert self.file is not None
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        os.replace(self.temporary, self.path)
+        directory = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+    def __exit__(self, *exc: object) -> None:
+        if self.file is not None:
+            with suppress(OSError):
+                self.file.close()
+            with suppress(FileNotFoundError):
+                os.unlink(self.temporary)
+
+
+def _few(names: Sequence[str], most: int) -> str:
+    if not names:
+        return "no tensor"
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _say(text: str) -> None:
+    # Names come from a file: a terminal must get none of its control characters.
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    print(shown, file=sys.stderr)
+
+
+def _partial_header(entries: list[_Entry], ties: dict[str, str]) -> bytes:
+    kept = {entry.name for entry in entries}
+    members: dict[str, Any] = {
+        "__metadata__": {"format": "pt", **{other: name for other, name in ties.items() if name in kept}}
+    }
+    at = 0
+    for entry in entries:
+        length = entry.end - entry.begin
+        members[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [at, at + length]}
+        at += length
+    text = json.dumps(members, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    length = -(-(8 + len(text)) // ALIGN) * ALIGN - 8
+    return length.to_bytes(8, "little") + text.ljust(length)
+
+
+def _write_whole(source: _Source, output: str) -> list[Damage]:
+    """Copies the image. With damage nothing is written, and all of it is returned."""
+    header = source.header
+    with (out := _Output(output)) as file:
+        file.write(header.raw)
+        for chunk in range(header.chunks_count):
+            block = source.chunk(chunk)
+            if isinstance(block, str):
+                return list(source.damage())
+            file.write(block)
+        out.commit()
+    return []
+
+
+def _write_partial(source: _Source, damage: Sequence[Damage], output: str) -> int:
+    """Writes a plain safetensors file of what is not damaged; the number of tensors in it."""
+    header = source.header
+    lost = {name for d in damage for name in d.tensors}
+    entries = sorted((e for e in header.table if e.name not in lost), key=lambda e: (e.begin, e.end))
+    if not entries:
+        return 0
+    with (out := _Output(output)) as file:
+        file.write(_partial_header(entries, header.ties))
+        for entry in entries:
+            for part in source.pieces(entry):
+                file.write(part)
+        out.commit()
+    return len(entries)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m striate.rescue",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Checks a checkpoint of striate and writes it anew, with nothing of striate but this program.",
+        epilog=(
+            "Several FILEs are copies of one checkpoint: what is damaged in one is taken from another.\n"
+            "Without -o the checkpoint is only checked.\n\n"
+            "exit codes:\n"
+            "  0  whole; OUT, if asked for, is the checkpoint, byte for byte\n"
+            "  1  failed: a file cannot be read or written, OUT exists, FILE is no checkpoint of striate\n"
+            "  2  usage\n"
+            "  3  damaged: OUT is written only with --partial, and has the tensors that are whole\n"
+            "  4  nothing can be restored"
+        ),
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE", help="the checkpoint, and copies of it")
+    parser.add_argument("-o", "--output", metavar="OUT", help="write a safetensors file")
+    parser.add_argument(
+        "--partial",
+        action="store_true",
+        help="if damaged, write the tensors that are whole as a plain safetensors file (without the Python object "
+        "around them); also tries to go on when the header is damaged",
+    )
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists (never one of FILEs)")
+    return parser
+
+
+def _check_output(paths: Sequence[str], output: str, *, force: bool) -> None:
+    if os.path.isdir(output):
+        raise RescueError(f"{output} is a directory: give the name of a file")
+    if not os.path.lexists(output):
+        return
+    if any(os.path.exists(output) and os.path.samefile(path, output) for path in paths):
+        raise RescueError(
+            f"{output} is one of the input files: a rescue never writes to them. Give another name"
+        )
+    if not force:
+        raise RescueError(f"{output} exists: give another name, or --force to replace it")
+
+
+def _rescue(paths: Sequence[str], output: str | None, *, partial: bool, force: bool) -> int:
+    with _Files(paths) as files:
+        if output is not None:
+            _check_output(paths, output, force=force)
+        try:
+            header, remarks = _first_header(paths, files, despite_damage=partial)
+        except _NotOurs as e:
+            _say(f"error: {e}")
+            return EXIT_FAILED
+        except RescueError as e:
+            _say(f"error: {e}. Nothing can be restored from this; try another copy of the file.")
+            return EXIT_NOTHING
+        for remark in remarks:
+            _say(f"warning: {remark}")
+        if header.damaged:
+            _say(
+                "warning: the header is damaged: names, dtypes and shapes may be wrong. Each chunk is checked."
+            )
+        source = _Source(header, files)
+        whole = len(header.raw) + header.data_bytes
+        for path, file in zip(paths, files, strict=True):
+            if os.fstat(file.fileno()).st_size > whole:
+                _say(f"warning: {path} has bytes after the end of the checkpoint; they are left out")
+
+        if output is None or header.damaged:
+            damage = list(source.damage())
+        else:
+            damage = _write_whole(source, output)
+        for d in damage:
+            _say(
+                f"{paths[0]}: chunk {d.chunk}, offset {d.offset}, {d.length} bytes: {d.reason}: "
+                f"{_few(d.tensors, 8)}"
+            )
+        return _conclude(source, damage, output, partial=partial)
+
+
+def _conclude(source: _Source, damage: Sequence[Damage], output: str | None, *, partial: bool) -> int:
+    header = source.header
+    count = len(header.table)
+    if not damage and not header.damaged:
+        _graph(source)  # its bytes are right; is it what they declare?
+        what = f"written to {output}" if output is not None else "whole"
+        _say(f"{count} tensors, {header.data_bytes} bytes in {header.chunks_count} chunks: {what}")
+        return EXIT_FINE
+    lost = {name for d in damage for name in d.tensors}
+    left = sum(entry.name not in lost for entry in header.table)
+    _say(
+        f"damaged: {len(damage)} of {header.chunks_count} chunks; {left} of {count} tensors are whole"
+        + (", the Python object around them is lost" if GRAPH in lost else "")
+    )
+    if not left:
+        return EXIT_NOTHING
+    if output is not None and partial:
+        _say(f"{_write_partial(source, damage, output)} tensors written to {output}, as plain safetensors")
+    elif output is not None:
+        _say("nothing was written; --partial writes the tensors that are whole")
+    return EXIT_DAMAGED
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns the exit code that its help explains."""
+    options = _parser().parse_args(arguments)
+    try:
+        return _rescue(options.files, options.output, partial=options.partial, force=options.force)
+    except (OSError, RescueError) as e:
+        _say(f"error: {e}")
+        return EXIT_FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
