@@ -34,7 +34,7 @@ SYSTEM_STAMP := build/stamps/system
 
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard CMakePresets.json README.md LICENSE) \
            $(shell find src native -type f ! -name '*.so' ! -path '*/__pycache__/*' 2>/dev/null)
-PIP := $(PY) -m pip --disable-pip-version-check --quiet
+PIP := $(PY) -m pip --disable-pip-version-check -qq
 PYTEST := $(ROOT)/$(PY) -m pytest $(PYTEST_ARGS)
 say = @printf '\n== %s\n' "$(1)"
 
@@ -51,7 +51,7 @@ $(SYSTEM_STAMP): scripts/system-packages.sh scripts/system-packages.txt
 	@scripts/system-packages.sh
 	@mkdir -p $(@D) && touch $@
 
-$(STAMP)/venv: $(SYSTEM_STAMP)
+$(STAMP)/venv: | $(SYSTEM_STAMP)
 	$(call say,virtual environment $(VENV))
 	@$(PYTHON) -m venv --clear $(VENV)
 	@mkdir -p $(@D) && touch $@
@@ -67,7 +67,7 @@ $(STAMP)/tools: $(STAMP)/torch requirements/test.txt requirements/tools.txt
 	@touch $@
 
 # One wheel, made as anyone would make it, is what every test runs against.
-build/wheel/stamp: $(SOURCES) $(STAMP)/venv
+build/wheel/stamp: $(SOURCES) | $(STAMP)/venv
 	$(call say,building the wheel)
 	@rm -rf $(@D) && mkdir -p $(@D)
 	@$(PIP) wheel --no-deps --wheel-dir $(@D) .
@@ -100,7 +100,7 @@ test-refused: $(STAMP)/striate
 	@$(PY) tests/support/launch.py --refuse io_uring_setup=EPERM -- \
 	    $(PYTEST) --io-uring-refused tests/engine tests/crash tests/frontends
 
-test-wheel: build/wheel/stamp $(SYSTEM_STAMP)
+test-wheel: build/wheel/stamp
 	$(call say,the wheel in an empty environment without a compiler)
 	@scripts/test-wheel.sh $(VENV_WHEEL) "$(PYTHON)" "$(TORCH)" $(PYTEST_ARGS)
 

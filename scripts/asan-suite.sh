@@ -11,10 +11,10 @@ shift
 site=build/asan-site
 if [[ ! -e $site/stamp || -n $(find pyproject.toml CMakeLists.txt src native -newer "$site/stamp" -type f -print -quit) ]]; then
 	rm -rf "$site" build/asan-wheel
-	"$venv/bin/python" -m pip --disable-pip-version-check --quiet wheel --no-deps --wheel-dir build/asan-wheel \
+	"$venv/bin/python" -m pip --disable-pip-version-check -qq wheel --no-deps --wheel-dir build/asan-wheel \
 		--config-settings=build-dir=build/asan-module --config-settings=cmake.define.STRIATE_SANITIZE=address \
 		--config-settings=cmake.build-type=RelWithDebInfo --config-settings=install.strip=false .
-	"$venv/bin/python" -m pip --disable-pip-version-check --quiet install --no-deps --target "$site" build/asan-wheel/*.whl
+	"$venv/bin/python" -m pip --disable-pip-version-check -qq install --no-deps --target "$site" build/asan-wheel/*.whl
 	touch "$site/stamp"
 fi
 if ! nm -D "$site"/striate/_engine*.so | grep -q __asan_init; then

@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 venv=$1 python=$2 torch=$3
 shift 3
 
-pip=("$venv/bin/python" -m pip --disable-pip-version-check --quiet)
+pip=("$venv/bin/python" -m pip --disable-pip-version-check -qq)
 if [[ ! -e $venv/stamp || requirements/test.txt -nt $venv/stamp ]]; then
 	"$python" -m venv --clear "$venv"
 	"${pip[@]}" install "torch==$torch" -r requirements/test.txt
