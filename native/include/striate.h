@@ -71,11 +71,13 @@ enum st_op {
 };
 
 enum st_fault_kind {
-	ST_FAULT_ERROR = 0, /* the operation does nothing and answers -value */
-	ST_FAULT_SHORT, /* a transfer answers at most value bytes; what moves is value rounded up to ST_ALIGN
-			 */
-	ST_FAULT_CUT, /* power is lost before the operation: it and every later one do nothing and answer -EIO
-		       */
+	/* The operation does nothing and answers -value. */
+	ST_FAULT_ERROR = 0,
+	/* A transfer answers at most value bytes; what moves is that rounded up to ST_ALIGN. */
+	ST_FAULT_SHORT,
+	/* Power is lost before the operation: it and every later one do nothing and
+	 * answer -EIO. Descriptors are still really closed. */
+	ST_FAULT_CUT,
 };
 
 /* The nth (from 0) operation that matches op suffers; count of them in a row (0: for ever). */
@@ -144,7 +146,8 @@ struct st_result {
 
 struct st_file {
 	int32_t fd;
-	uint32_t direct; /* in: opened with O_DIRECT; out (st_stats.buffered_files): refused at first I/O */
+	uint32_t direct;       /* in: opened with O_DIRECT; out: 0 if a transfer was refused and the file went
+				  buffered */
 	uint32_t mem_align;    /* bytes; 0: not known, treated as ST_ALIGN */
 	uint32_t offset_align; /* bytes; 0: not known, treated as ST_ALIGN */
 };
@@ -153,11 +156,10 @@ enum st_direction { ST_WRITE = 0, ST_READ = 1 };
 
 struct st_plan {
 	uint32_t direction;
-	uint32_t keep_going; /* read: record each job's error and go on */
-	uint32_t
-		workers_max; /* 0: number of online cpus in the affinity mask (posix: 4 x that, at most 16) */
-	uint32_t depth;      /* slots per worker; 0: 4 (posix: 1) */
-	uint64_t budget_bytes; /* of all slots; 0: 256 MiB */
+	uint32_t keep_going;   /* read: record each job's error and go on */
+	uint32_t workers_max;  /* 0: the CPUs of the affinity mask (posix: 4 x that, at most 16) */
+	uint32_t depth;        /* jobs in flight per worker, each with a slot; 0: 4 (posix: always 1) */
+	uint64_t budget_bytes; /* of all slots; 0: 256 MiB. One slot must fit: else start says -ENOMEM */
 	uint32_t register_buffers;
 	uint32_t files_count;
 	struct st_file *files;

@@ -76,8 +76,9 @@ int st_sys_allocate(struct st_io *io, int fd, uint64_t length)
 int st_sys_sync(struct st_io *io, int fd)
 {
 	(void)io;
-	/* Not asked again after an error, EINTR included: what failed may be lost and marked clean. */
-	return fsync(fd) < 0 ? -errno : 0;
+	/* Asked again after a signal only: what a failed sync could not write may be
+	 * marked clean, and a second one would find nothing wrong. */
+	return (int)RETRY(fsync(fd));
 }
 
 int st_sys_sync_directory(struct st_io *io, int dirfd)
