@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from striate import _engine, image, manifest
 from striate.drives import display
 from striate.engines import Engine
-from striate.errors import CorruptCheckpoint, StriateError, drive_error
+from striate.errors import CorruptCheckpoint, FormatError, StriateError, drive_error
 
 __all__ = [
     "Member",
@@ -128,7 +128,7 @@ class Member:
 
     def read_header(self, *, verify: bool) -> None:
         prefix = self.first_bytes(8)
-        self.header_bytes = manifest.header_length(prefix, file_bytes=self.file_bytes)
+        self.header_bytes = manifest.header_length(prefix, file_bytes=self.file_bytes, path=self.path)
         header = self.read(self.header_bytes, 0)
         self._manifest = manifest.decode(header, file_bytes=self.file_bytes, verify=verify, path=self.path)
 
@@ -159,6 +159,11 @@ def open_member(path: str | bytes, engine: Engine, *, verify: bool, header: bool
     try:
         if stat.S_ISDIR(found.st_mode):
             raise drive_error(errno.EISDIR, "open", path=shown)
+        if not stat.S_ISREG(found.st_mode):
+            raise FormatError(
+                f"{shown} is a pipe or a device, not a regular file: it can only be read once, from its start. "
+                "Load it whole with striate.load."
+            )
         if header:
             member.read_header(verify=verify)
     except BaseException:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gzip
 import io
 import os
 from collections.abc import Callable, Iterator
@@ -53,6 +54,8 @@ def _position(f: IO[bytes]) -> int | None:
     seekable = getattr(f, "seekable", None)
     if seekable is None or not seekable() or "a" in str(getattr(f, "mode", "")):
         return None
+    if isinstance(f, gzip.GzipFile):
+        return None  # calls itself seekable, and cannot go back while it writes
     with contextlib.suppress(OSError, AttributeError, TypeError, ValueError):
         if fcntl.fcntl(f.fileno(), fcntl.F_GETFL) & os.O_APPEND:
             return None
@@ -110,12 +113,11 @@ class StreamReader:
     def __init__(self, f: IO[bytes], *, verify: bool, prefix: bytes = b"") -> None:
         self.f = f
         self.verify = verify
+        self.name = str(getattr(f, "name", f))
         start = prefix + self._take(8 - len(prefix), "the header") if len(prefix) < 8 else prefix
-        length = manifest.header_length(start[:8], file_bytes=None)
+        length = manifest.header_length(start[:8], file_bytes=None, path=self.name)
         header = start + self._take(length - len(start), "the header")
-        self.manifest = manifest.decode(
-            header, file_bytes=None, verify=verify, path=str(getattr(f, "name", f))
-        )
+        self.manifest = manifest.decode(header, file_bytes=None, verify=verify, path=self.name)
 
     def _take(self, length: int, what: str) -> bytes:
         parts = []
@@ -124,7 +126,7 @@ class StreamReader:
             part = self.f.read(min(length, 64 << 20))
             if not part:
                 raise FormatError(
-                    f"the file object ended in {what}, {length:,} bytes early: it holds no whole checkpoint. "
+                    f"{self.name} ended in {what}, {length:,} bytes early: it holds no whole checkpoint. "
                     "Was it rewound (seek(0)) after writing?"
                 )
             parts.append(bytes(part))
@@ -162,7 +164,7 @@ class StreamReader:
             start = chunk * held.chunk_bytes
             names = [held.table.names[n] for n in image.storages_in(held.table, start, start + len(block))]
             raise CorruptCheckpoint(
-                f"the checkpoint in {getattr(self.f, 'name', self.f)!r} is damaged: chunk {chunk}, "
+                f"the checkpoint in {self.name} is damaged: chunk {chunk}, "
                 f"{held.data_offset + start} bytes after its start, is not what was written "
                 f"(checksum {wanted.hex()} expected, {found.hex()} found): it holds {', '.join(names[:4])}. "
                 "Take it from its source again, or load an earlier one.",

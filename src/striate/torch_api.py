@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from striate import _engine, drives, graph, manifest, scrub, stream, volume
 from striate import member as member_file
 from striate.engines import Engine, EngineChoice
-from striate.errors import FormatError, LoadMismatch
+from striate.errors import CorruptCheckpoint, FormatError, LoadMismatch, UnsafePickle
 from striate.member import Member
 from striate.merge import Merge
 from striate.progress import ProgressChoice, shown
@@ -234,7 +234,10 @@ def load(
     if _is_special(path):
         with open(path, "rb") as special:
             return _load_stream(special, options, progress)
-    with member_file.open_member(path, Engine(engine), verify=verify, header=False) as member:
+    with (
+        member_file.open_member(path, Engine(engine), verify=verify, header=False) as member,
+        _about(member.path),
+    ):
         if _is_torch_file(member.first_bytes(_TORCH_PREFIX_BYTES)):
             return _torch_load(path, options)
         member.read_header(verify=verify)
@@ -263,9 +266,14 @@ def _is_torch_file(prefix: bytes) -> bool:
 
 
 def _torch_load(f: Any, options: _LoadOptions) -> Any:
+    if _is_path(f) and not options.mmap:
+        # By its name alone torch would take a path of bytes for a file object,
+        # and one that ends in .safetensors for something else than it is.
+        with open(f, "rb") as opened:
+            return _torch_load(opened, options)
     extra = {} if options.mmap is None else {"mmap": options.mmap}
     return torch.load(
-        f,
+        os.fsdecode(f) if _is_path(f) else f,
         map_location=options.map_location,
         pickle_module=options.pickle_module,
         weights_only=options.weights_only,
@@ -294,16 +302,30 @@ def _load_stream(f: IO[bytes], options: _LoadOptions, progress: ProgressChoice) 
         return _torch_load(f, options)
     reader = stream.StreamReader(f, verify=options.verify)
     held = reader.manifest
-    if held.graph_entry:
-        # The graph stands among the data, and a stream cannot be read twice:
-        # tensors are read before the graph is admitted, but never rebuilt.
-        return _load_stream_with_entry(reader, options, progress)
-    pickled = None if held.graph is None else manifest.unpack_graph(held.graph, held.graph_bytes or 0)
-    restore = _admitted(held, pickled, options)
-    storages, addresses = _allocate(held, restore)
-    with shown(progress, "loading", held.table.data_bytes) as report:
-        reader.read_data(addresses, storages, progress=report)
-    return _rebuild(held, pickled, storages, restore, options)
+    with _about(reader.name):
+        if held.graph_entry:
+            # The graph stands among the data, and a stream cannot be read twice:
+            # tensors are read before the graph is admitted, but never rebuilt.
+            return _load_stream_with_entry(reader, options, progress)
+        pickled = None if held.graph is None else manifest.unpack_graph(held.graph, held.graph_bytes or 0)
+        restore = _admitted(held, pickled, options)
+        storages, addresses = _allocate(held, restore)
+        with shown(progress, f"loading {reader.name}", held.table.data_bytes) as report:
+            reader.read_data(addresses, storages, progress=report)
+        return _rebuild(held, pickled, storages, restore, options)
+
+
+@contextlib.contextmanager
+def _about(path: str) -> Iterator[None]:
+    """Graph and manifest know no paths: what they refuse is told here which file it speaks of."""
+    try:
+        yield
+    except (CorruptCheckpoint, FormatError, UnsafePickle) as e:
+        if path not in str(e):
+            e.args = (f"{path}: {e}",)
+        if isinstance(e, CorruptCheckpoint) and not e.path:
+            e.path = path
+        raise
 
 
 def _load_stream_with_entry(
@@ -314,7 +336,7 @@ def _load_stream_with_entry(
     storages, addresses = _allocate(held, restore)
     packed = _graph_memory(held)
     addresses[-1] = packed.ctypes.data
-    with shown(progress, "loading", held.table.data_bytes) as report:
+    with shown(progress, f"loading {reader.name}", held.table.data_bytes) as report:
         reader.read_data(addresses, [storages, packed], progress=report)
     pickled = manifest.unpack_graph(packed.tobytes(), held.graph_bytes or 0)
     graph.scan(pickled, weights_only=options.weights_only)
@@ -420,7 +442,7 @@ def load_tensors(
     too). Raises LoadMismatch (``missing``) for names that are not there, else as load.
     """
     wanted = list(names)
-    with member_file.open_member(os.fspath(f), Engine(engine), verify=verify) as member:
+    with member_file.open_member(os.fspath(f), Engine(engine), verify=verify) as member, _about(member.path):
         held = member.manifest
         rows = _rows(member.path, held, wanted)
         restore = graph.Restore(map_location)
@@ -496,7 +518,7 @@ def load_into(
     chosen = Engine(engine)
     if verify_first:
         scrub.verify_member(path, chosen).raise_if_damaged()
-    with member_file.open_member(path, chosen, verify=verify, header=False) as member:
+    with member_file.open_member(path, chosen, verify=verify, header=False) as member, _about(member.path):
         if _is_torch_file(member.first_bytes(_TORCH_PREFIX_BYTES)):
             merge.plan(_torch_load(path, options), {})
             merge.apply()
