@@ -84,7 +84,7 @@ DTYPE_BYTES: dict[str, int] = {
 }
 
 # Known to safetensors, with elements that do not fill whole bytes.
-_PACKED_DTYPES = {"F4", "F6_E2M3", "F6_E3M2"}
+_PACKED_DTYPES = ("F4", "F6_E2M3", "F6_E3M2")
 
 _INT64_MAX = (1 << 63) - 1
 _CHECKSUM_DIGITS = 2 * DIGEST_BYTES

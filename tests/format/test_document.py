@@ -1,0 +1,106 @@
+"""docs/format.md against the code: its tables, its numbers, its example."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from format.make_golden import FILES, GOLDEN, build, hexdump
+
+from striate import manifest, rescue
+from striate.graph import DTYPES
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENT = (ROOT / "docs/format.md").read_text()
+
+
+def table_under(heading: str) -> list[list[str]]:
+    """The cells of the first table under a heading, without the row of titles."""
+    section = re.split(rf"^#+ {re.escape(heading)}$", DOCUMENT, flags=re.MULTILINE)[1]
+    rows = re.search(r"(?:^\|.*\n)+", section, flags=re.MULTILINE)
+    assert rows is not None
+    cells = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows[0].splitlines()]
+    return cells[2:]
+
+
+def test_the_numbers_are_those_of_the_code() -> None:
+    rows = table_under("Numbers")
+    assert len(rows) >= 10
+    for name, value, _ in rows:
+        constant = name.strip("`")
+        assert getattr(manifest, constant) == int(value), constant
+        # The rescue reader writes nothing that these two would bound, and picks no chunk size.
+        if constant not in ("HEADER_BYTES_WRITE_MAX", "CHUNK_BYTES_DEFAULT", "GRAPH_TEXT_MAX"):
+            assert getattr(rescue, constant) == int(value), constant
+
+
+def test_the_dtypes_are_those_of_the_code() -> None:
+    documented = {name.strip("`"): int(size) for name, size, _ in table_under("Dtypes")}
+    assert documented == manifest.DTYPE_BYTES == rescue.DTYPE_BYTES
+    for code, dtype in DTYPES.items():
+        assert documented[code] == dtype.itemsize, code
+
+
+def test_the_keys_are_those_that_the_code_writes_in_their_order() -> None:
+    documented = [key.strip("`") for key, _ in table_under("Metadata") if key.startswith("`")]
+    written = set()
+    for golden in FILES.values():
+        content = build(golden)
+        keys = list(manifest.decode(content[: header_bytes(content)], file_bytes=None).metadata)
+        keys = [key for key in keys if key not in golden.ties]
+        assert keys == [key for key in documented if key in keys]
+        written.update(keys)
+    assert written == set(documented)
+    always = [key for key in documented if all(key.encode() in build(golden) for golden in FILES.values())]
+    assert sum(key.startswith("striate.") for key in always) == 7, '"there are at least seven"'
+
+
+def header_bytes(content: bytes) -> int:
+    return manifest.header_length(content[:8], file_bytes=None)
+
+
+def test_the_numbers_in_the_prose_are_those_of_the_tables() -> None:
+    for value in (manifest.HEADER_BYTES_MAX, manifest.HEADER_BYTES_WRITE_MAX, manifest.GRAPH_TEXT_MAX):
+        assert len(re.findall(rf"\b{value}\b", DOCUMENT)) >= 2, value
+    assert f"to {manifest.GRAPH_BYTES_MAX} |" in DOCUMENT
+    assert f"a power of two, {manifest.CHUNK_BYTES_MIN} to {manifest.CHUNK_BYTES_MAX} |" in DOCUMENT
+    assert (
+        f"these {len(manifest._CHECKSUM_KEY)} bytes:\n\n```\n{manifest._CHECKSUM_KEY.decode()}\n```"
+        in DOCUMENT
+    )
+    assert f", version {manifest.VERSION}\n" in DOCUMENT.splitlines(keepends=True)[0]
+    assert [int(version) for version, _ in table_under("Versions")][-1] == manifest.VERSION
+
+
+def test_the_example_is_the_file_that_it_names() -> None:
+    shown = re.search(r"<!-- example.*?-->\n```\n(.*?)\n```\n", DOCUMENT, flags=re.DOTALL)
+    assert shown is not None
+    content = (GOLDEN / "example.safetensors").read_bytes()
+    assert shown[1] == hexdump(content)
+    assert f"8 + N is {header_bytes(content)};" in DOCUMENT
+
+
+def test_the_hexdump_is_that_of_the_tool() -> None:
+    import shutil
+    import subprocess
+
+    if shutil.which("hexdump") is None:
+        pytest.skip("hexdump (bsdextrautils) is not installed")
+    for path in sorted(GOLDEN.iterdir()):
+        made = subprocess.run(["hexdump", "-C", path], capture_output=True, text=True, check=True).stdout
+        assert made == hexdump(path.read_bytes()) + "\n"
+
+
+def test_the_rescue_reader_stands_alone() -> None:
+    imported = set()
+    for node in ast.walk(ast.parse((ROOT / "src/striate/rescue.py").read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            imported.add((node.module or "").split(".")[0])
+    import sys
+
+    assert imported - set(sys.stdlib_module_names) == {"xxhash"}
