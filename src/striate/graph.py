@@ -1,0 +1,1141 @@
+"""The object graph: a Python object minus the bytes of its tensors, as a pickle.
+
+``dumps`` turns an object into a pickle and a table of storages, ``loads`` is its
+inverse, ``scan`` refuses a hostile pickle before any data is read and ``Restore``
+is torch's ``map_location``, resolved. The scheme is torch.save's own, with one
+addition: a *plain* tensor is the persistent id ``("storage", n)``, n its row in
+the storage table. Nothing here opens a file, and no other module touches torch's
+private unpickler: what moves between versions of torch moves here.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+import pickle as _pickle
+import pickletools
+import re
+import struct
+import sys
+import warnings
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from .errors import FormatError, StriateError, UnsafePickle
+
+__all__ = [
+    "DTYPES",
+    "Graph",
+    "Plain",
+    "Restore",
+    "StorageEntry",
+    "dumps",
+    "holds_plain",
+    "is_standard",
+    "loads",
+    "plain_tensor",
+    "scan",
+    "tensor_paths",
+]
+
+# What safetensors readers have long known, and so what a plain tensor may be.
+_PLAIN_CODES: dict[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
+
+# Files of other writers hold more than we write under a dotted path.
+_FOREIGN_CODES = {
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+
+DTYPES: dict[str, torch.dtype] = {code: dtype for dtype, code in _PLAIN_CODES.items()}
+"""Every dtype code of safetensors that ``loads`` turns into a tensor with this torch."""
+DTYPES.update({code: getattr(torch, name) for code, name in _FOREIGN_CODES.items() if hasattr(torch, name)})
+
+_INT64_MAX = 2**63 - 1
+
+# torch pickles tensors of these devices through a copy on the CPU or without a storage.
+_DEVICES_NEVER_PLAIN = frozenset({"meta", "xla", "maia", "mtia"})
+
+# Named tensors left torch in 2.13; until then torch.save refuses them, and so must we.
+_has_names: Callable[[Tensor], bool] | None = getattr(Tensor, "has_names", None)
+
+_RESERVED_PREFIX = "__striate__."
+_RESERVED_NAME = "__metadata__"
+
+# A container that is shared is walked once for each path to it, but no more often than
+# this: twenty levels of [x, x] have a million paths.
+_VISITS_MAX = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """What the bytes of a plain tensor mean: a dtype code of safetensors and a shape, in default strides."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class StorageEntry:
+    """Row n of the storage table, in the order in which the pickler met them.
+
+    ``nbytes``: bytes of the storage. ``location``: torch's tag ("cpu", "cuda:0"). ``plain``: geometry if
+    ``("storage", n)`` stands in the graph, kept when the storage is demoted. ``name``: dotted path for other
+    tools, or None. ``named``: the storage is exactly one plain tensor (and its tied equals), so its entry may
+    bear dtype and shape. ``source``: the storage itself; on the meta device it counts as zeros.
+    """
+
+    nbytes: int
+    location: str
+    plain: Plain | None
+    name: str | None
+    named: bool
+    source: torch.UntypedStorage
+
+
+@dataclass(slots=True)
+class Graph:
+    """The result of ``dumps``.
+
+    ``pickle`` is None for a flat ``dict`` of str to plain tensors: the table's order is the dict's. ``ties``
+    maps the other dotted names of a tied plain tensor to the name that was kept. ``keep`` holds what must
+    stay alive until the write has ended.
+    """
+
+    pickle: bytes | None
+    storages: list[StorageEntry]
+    ties: dict[str, str]
+    keep: list[object]
+
+
+# torch leaves these without types.
+_UntypedStorage: Any = torch.UntypedStorage
+_TypedStorage: Any = torch.storage.TypedStorage
+_default_restore_location: Any = torch.serialization.default_restore_location
+
+
+# --- names -----------------------------------------------------------------------
+
+
+def _is_valid_name(name: str) -> bool:
+    if name.startswith(_RESERVED_PREFIX) or name == _RESERVED_NAME:
+        return False
+    if name.isascii():
+        return True
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+_ATOMS = frozenset({str, int, float, bool, type(None), bytes, complex})
+
+
+def _children(container: object) -> Iterator[tuple[object, object]] | None:
+    # The unbound methods: a subclass may compute its items afresh at each call,
+    # and such temporaries are not what the pickler will meet.
+    if isinstance(container, dict):
+        return iter(dict.items(container))
+    if isinstance(container, list):
+        return enumerate(list.__iter__(container))
+    if isinstance(container, tuple):
+        return enumerate(tuple.__iter__(container))
+    return None
+
+
+def tensor_paths(obj: object) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in dicts, lists and tuples (and their subclasses) with their dotted paths, depth first.
+
+    str keys stand verbatim, int keys and positions in decimal; what lies below any other key has no path.
+    Paths that cannot be an entry's name (``__metadata__``, ``__striate__.``..., not UTF-8) are left out, and of
+    two tensors with the same path the first is given. A tensor that is ``obj`` itself has no path.
+    """
+    root = _children(obj)
+    if root is None:
+        return
+    seen: set[str] = set()
+    visits: dict[int, int] = {}
+    open_ids = {id(obj)}
+    stack: list[tuple[Iterator[tuple[object, object]], str, int]] = [(root, "", id(obj))]
+    while stack:
+        children, prefix, container_id = stack[-1]
+        for key, value in children:
+            kind = type(value)
+            if kind in _ATOMS:
+                continue
+            if type(key) is str:
+                path = prefix + key
+            elif type(key) is int:
+                path = f"{prefix}{key}"
+            else:
+                continue
+            if kind is Tensor or isinstance(value, Tensor):
+                if path not in seen and _is_valid_name(path):
+                    seen.add(path)
+                    yield path, value  # type: ignore[misc]
+                continue
+            inner = _children(value)
+            if inner is None or id(value) in open_ids:
+                continue
+            count = visits.get(id(value), 0)
+            if count == _VISITS_MAX:
+                continue
+            visits[id(value)] = count + 1
+            open_ids.add(id(value))
+            stack.append((inner, path + ".", id(value)))
+            break
+        else:
+            open_ids.discard(container_id)
+            stack.pop()
+
+
+def holds_plain(tensor: Tensor, plain: Plain) -> bool:
+    """Can the bytes of ``plain`` be read straight into this tensor, to give it the same values?
+
+    True for a CPU tensor (or parameter) of the same dtype and shape whose elements lie in order without gaps,
+    wherever in its storage they start.
+    """
+    return (
+        (type(tensor) is Tensor or type(tensor) is torch.nn.Parameter)
+        and tensor.dtype == DTYPES.get(plain.dtype)
+        and tensor.shape == plain.shape
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and tensor.is_contiguous()
+        and not (tensor.is_neg() or tensor.is_conj())
+        and torch._C._has_storage(tensor)
+    )
+
+
+# --- saving ----------------------------------------------------------------------
+
+
+class _Saver:
+    """The storage table while the pickler runs."""
+
+    def __init__(self) -> None:
+        self.entries: list[StorageEntry] = []
+        self.index: dict[int, int] = {}  # _cdata of a storage -> row
+        self.rows: dict[int, int] = {}  # id of a plain tensor -> row
+        self.tied: set[int] = set()  # id of a tied tensor that is in the pickle already
+        self.keep: list[object] = []  # every object whose id or _cdata is a key above
+        self.dtypes: dict[int, torch.dtype] = {}  # data_ptr -> dtype, torch.save's rule
+        self.forms: dict[tuple[torch.dtype, torch.Size], tuple[Plain, tuple[int, ...]]] = {}
+        self.locations: dict[object, str] = {}
+        self.awaited = 0  # _cdata of the storage that the tied tensor being pickled will name
+
+    def whole(self, tensor: Tensor) -> tuple[Plain, torch.UntypedStorage] | None:
+        """Geometry and storage if the tensor's values are exactly its storage's bytes, else None."""
+        dtype = tensor.dtype
+        if dtype not in _PLAIN_CODES or tensor.layout is not torch.strided or tensor.is_nested:
+            return None
+        if tensor.is_neg() or (_has_names is not None and _has_names(tensor)):
+            return None
+        if not tensor.is_cpu and (
+            tensor.device.type in _DEVICES_NEVER_PLAIN or not torch._C._has_storage(tensor)
+        ):
+            return None
+        shape = tensor.shape
+        form = self.forms.get((dtype, shape))
+        if form is None:
+            plain = Plain(_PLAIN_CODES[dtype], tuple(shape))
+            form = self.forms[dtype, shape] = (plain, _default_stride(shape))
+        # is_contiguous() is no substitute: it is true for other strides too, and those must come back.
+        if tensor.stride() != form[1] or tensor.storage_offset() != 0:
+            return None
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # functorch's wrappers: torch words the refusal
+            return None
+        if storage.nbytes() != tensor.nbytes:
+            return None
+        return form[0], storage
+
+    def plain(self, tensor: Tensor) -> tuple[Plain, torch.UntypedStorage] | None:
+        """As ``whole``, if torch's rebuild has nothing to add: no grad, no hooks, no attributes."""
+        if tensor.requires_grad or tensor.__dict__ or tensor._backward_hooks is not None:
+            return None
+        return self.whole(tensor)
+
+    def check_dtype(self, pointer: int, dtype: torch.dtype) -> None:
+        if pointer and self.dtypes.setdefault(pointer, dtype) != dtype:
+            raise RuntimeError(
+                "Cannot save multiple tensors or storages that view the same data as different types"
+            )
+
+    def location(self, tensor: Tensor, storage: torch.UntypedStorage) -> str:
+        # Taggers are asked once a device: asking costs as much as all other checks of a tensor together.
+        key: object = "cpu" if tensor.is_cpu else tensor.device
+        location = self.locations.get(key)
+        if location is None:
+            location = self.locations[key] = torch.serialization.location_tag(storage)
+        return location
+
+    def add_plain(self, tensor: Tensor, plain: Plain, storage: torch.UntypedStorage) -> int:
+        self.check_dtype(tensor.data_ptr(), tensor.dtype)
+        entries = self.entries
+        n = self.index[storage._cdata] = len(entries)
+        entries.append(
+            StorageEntry(storage.nbytes(), self.location(tensor, storage), plain, None, True, storage)
+        )
+        self.keep.append(tensor)
+        return n
+
+    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
+        kind = type(obj)
+        if kind is Tensor:
+            n = self.rows.get(id(obj))
+            return ("storage", n) if n is not None else self.first_seen(obj)
+        if kind in _ATOMS:
+            return None
+        if isinstance(obj, torch.storage.TypedStorage) or torch.is_storage(obj):
+            return self.storage(obj)
+        return None
+
+    def first_seen(self, tensor: Tensor) -> tuple[Any, ...] | None:
+        if id(tensor) in self.tied:  # in the pickler's memo: its storage will not be named again
+            return None
+        found = self.whole(tensor)
+        if found is None:
+            return None  # if its storage served as a plain tensor, naming the storage demotes that
+        plain, storage = found
+        n = self.index.get(storage._cdata)
+        if n is not None:
+            if self.entries[n].plain == plain:
+                self.awaited = storage._cdata
+                self.tied.add(id(tensor))
+                self.keep.append(tensor)
+            return None
+        if tensor.requires_grad or tensor.__dict__ or tensor._backward_hooks is not None:
+            return None
+        n = self.rows[id(tensor)] = self.add_plain(tensor, plain, storage)
+        return ("storage", n)
+
+    def storage(self, obj: Any) -> tuple[Any, ...]:
+        """torch.save's persistent id of a storage; what it asks of the object, it asks here."""
+        storage_type: Any
+        dtype: torch.dtype
+        if isinstance(obj, torch.storage.TypedStorage):
+            typed: Any = obj
+            storage = typed._untyped_storage
+            dtype = typed.dtype
+            storage_type = getattr(torch, typed._pickle_storage_type())
+            numel = typed._size()
+        else:
+            storage = obj
+            dtype = torch.uint8
+            storage_type = getattr(torch, type(obj).__name__)
+            numel = storage.nbytes()
+        if storage.device.type != "meta":
+            self.check_dtype(storage.data_ptr(), dtype)
+        fake = getattr(obj, "_fake_device", None)
+        location = str(fake) if fake is not None else torch.serialization.location_tag(storage)
+        cdata = storage._cdata
+        n = self.index.get(cdata)
+        if n is None:
+            n = self.index[cdata] = len(self.entries)
+            self.entries.append(StorageEntry(storage.nbytes(), location, None, None, False, storage))
+        elif cdata != self.awaited:
+            self.entries[n].named = False
+        self.awaited = 0
+        return ("storage", storage_type, str(n), location, numel)
+
+
+def _default_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size or 1
+    return tuple(reversed(strides))
+
+
+def dumps(obj: object, *, pickle_module: Any = _pickle, pickle_protocol: int = 2) -> Graph:
+    """Pickle ``obj`` without its tensors' bytes. Takes what torch.save takes, and raises what it raises.
+
+    No byte of a tensor is read or copied. ``pickle_protocol`` other than 2 makes a graph that
+    ``weights_only=True`` may refuse, as with torch; 0 cannot name a storage: ValueError.
+    """
+    if type(obj) is dict:
+        flat = _dumps_flat(obj)
+        if flat is not None:
+            return flat
+    if pickle_protocol == 0:
+        raise ValueError("pickle protocol 0 cannot name a storage; use 2, the default")
+
+    saver = _Saver()
+    names: dict[int, str] = {}
+    others: list[tuple[str, int]] = []
+    held: list[object] = saver.keep
+    for name, tensor in tensor_paths(obj):
+        if type(tensor) is not Tensor and not isinstance(tensor, torch.nn.Parameter):
+            continue  # a subclass decides itself what it pickles
+        try:
+            storage = tensor.untyped_storage()
+        except Exception:  # sparse, functorch, uninitialized: no storage, so no name
+            continue
+        cdata = storage._cdata
+        if cdata in names:
+            others.append((name, cdata))
+        else:
+            names[cdata] = name
+            held.append(storage)
+
+    class Pickler(pickle_module.Pickler):  # type: ignore[misc]
+        persistent_id = staticmethod(saver.persistent_id)
+
+    buffer = io.BytesIO()
+    try:
+        Pickler(buffer, protocol=pickle_protocol).dump(obj)
+    finally:
+        # A class is a reference cycle: left in place, this would hold all tensors until a collection.
+        del Pickler.persistent_id
+    pickle = buffer.getvalue()
+    if pickle_protocol == 2:
+        pickle = _without_unused_puts(pickle)
+
+    skip_data = getattr(_tls(), "skip_data", False)
+    for entry in saver.entries:
+        if entry.source.device.type == "meta" and entry.nbytes and not skip_data:
+            raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+        if entry.named:
+            entry.name = names.get(entry.source._cdata)
+    ties = {}
+    for name, cdata in others:
+        n = saver.index.get(cdata)
+        if n is None:
+            continue
+        kept = saver.entries[n].name
+        # A tie stands in the file's metadata, beside keys that are spoken for.
+        if kept is not None and name != "format" and not name.startswith("striate"):
+            ties[name] = kept
+    return Graph(pickle, saver.entries, ties, held)
+
+
+def _dumps_flat(obj: dict[Any, Any]) -> Graph | None:
+    if not (set(map(type, obj)) <= {str} and set(map(type, obj.values())) <= {Tensor}):
+        return None
+    saver = _Saver()
+    index = saver.index
+    entries = saver.entries
+    for name, tensor in obj.items():
+        found = saver.plain(tensor)
+        if found is None or found[1]._cdata in index or not _is_valid_name(name):
+            return None
+        saver.add_plain(tensor, *found)
+        entries[-1].name = name
+    return Graph(None, entries, {}, saver.keep)
+
+
+# --- the pickle as bytes ------------------------------------------------------------
+
+# How many bytes of argument an opcode has: fixed, or a code of pickletools (negative).
+_ARGUMENT: list[int | None] = [None] * 256
+for _opcode in pickletools.opcodes:
+    _ARGUMENT[ord(_opcode.code)] = _opcode.arg.n if _opcode.arg is not None else 0
+
+# ("storage", n) of a plain tensor, whose tuple is never asked for again: get, int, TUPLE2, put, BINPERSID.
+_ID = rb"(?:h.|j.{4})(?:K.|M..|J.{4})\x86"
+_PUT = rb"(?:q.|r.{4})"
+_id_match = re.compile(_ID + _PUT + rb"?Q", re.DOTALL).match
+_put_and_id_match = re.compile(rb"(%b)?(?:(%b)(%b)Q)?" % (_PUT, _ID, _PUT), re.DOTALL).match
+
+_GLOBAL, _INST, _STOP, _BINUNICODE, _BINGET, _LONG_BINGET, _BINPUT, _LONG_BINPUT = b"ci.Xhjqr"
+
+
+def _argument_end(pickle: bytes, pos: int) -> int:
+    """Where the opcode at ``pos`` ends. May lie past the end of a truncated pickle."""
+    width = _ARGUMENT[pickle[pos]]
+    pos += 1
+    if width is None:
+        raise FormatError(f"the object graph is damaged or hostile: byte {pos - 1} is not a pickle opcode")
+    if width >= 0:
+        return pos + width
+    if width == pickletools.UP_TO_NEWLINE:
+        lines = 2 if pickle[pos - 1] in (_GLOBAL, _INST) else 1
+        for _ in range(lines):
+            pos = pickle.index(b"\n", pos) + 1
+        return pos
+    if width == pickletools.TAKEN_FROM_ARGUMENT1:
+        return pos + 1 + pickle[pos]
+    if width == pickletools.TAKEN_FROM_ARGUMENT8U:
+        return pos + 8 + int.from_bytes(pickle[pos : pos + 8], "little")
+    return pos + 4 + int.from_bytes(pickle[pos : pos + 4], "little")
+
+
+def _without_unused_puts(pickle: bytes) -> bytes:
+    """The same pickle without the memo entries that nothing gets: a quarter smaller, a third faster to load.
+
+    pickletools.optimize does this too, at ten times the cost.
+    """
+    puts: list[tuple[int, int]] = []
+    gets: set[bytes] = set()
+    pos = 0
+    try:
+        while True:
+            match = _put_and_id_match(pickle, pos)
+            assert match is not None
+            if match.end() != pos:
+                if match.start(1) >= 0:
+                    puts.append(match.span(1))
+                if match.start(2) >= 0:
+                    first = pickle[match.start(2)]
+                    start = match.start(2) + 1
+                    gets.add(pickle[start : start + (1 if first == _BINGET else 4)])
+                    puts.append(match.span(3))
+                pos = match.end()
+                continue
+            op = pickle[pos]
+            if op == _BINUNICODE:
+                pos += 5 + int.from_bytes(pickle[pos + 1 : pos + 5], "little")
+                continue
+            end = _argument_end(pickle, pos)
+            if op in (_BINGET, _LONG_BINGET):
+                gets.add(pickle[pos + 1 : end])
+            elif op == _STOP:
+                break
+            elif op in b"gp":  # GET and PUT in text: not of protocol 2
+                return pickle
+            pos = end
+    except (FormatError, IndexError, ValueError):
+        return pickle  # not a pickle as the standard library writes it: leave it alone
+    pieces = []
+    last = 0
+    for start, end in puts:
+        if pickle[start + 1 : end] not in gets:
+            pieces.append(pickle[last:start])
+            last = end
+    pieces.append(pickle[last:])
+    return b"".join(pieces)
+
+
+# A stack item weighs its nodes as a tree, and a tuple is as deep as its deepest item plus one. CPython hashes
+# tuples by recursion with neither a guard nor a cache: deep ones overflow the C stack, and thirty levels of
+# (x, x) take a minute. What the simulation below keeps of an item is `depth << _DEPTH_SHIFT | weight`.
+_DEPTH_SHIFT = 48
+_WEIGHT_MASK = (1 << _DEPTH_SHIFT) - 1
+_DEPTH_MAX = 10_000
+_TUPLE_WEIGHT_MAX = 100_000_000
+_KEY_WEIGHT_MAX = 10_000
+
+_PUSH, _POP_ONE, _POP_TWO, _POP_MARK, _NOTHING, _MARKS, _TUPLES, _MARK_TUPLE, _CALLS = range(9)
+_EFFECTS = {
+    _PUSH: b"N\x88\x89)]}\x8fKMJGXU\x8ac",
+    _POP_ONE: b"ab",
+    _POP_TWO: b"s",
+    _POP_MARK: b"eu",
+    _NOTHING: b"\x80Q",
+    _MARKS: b"(",
+    _TUPLES: b"\x85\x86\x87",
+    _MARK_TUPLE: b"t",
+    _CALLS: b"R\x81",
+}
+_EFFECT: dict[int, int] = {op: effect for effect, ops in _EFFECTS.items() for op in ops}
+
+
+def _tuple_of(items: list[int]) -> int:
+    depth = (max(items, default=0) >> _DEPTH_SHIFT) + 1
+    weight = 1 + sum(item & _WEIGHT_MASK for item in items)
+    if depth > _DEPTH_MAX or weight > _TUPLE_WEIGHT_MAX:
+        raise FormatError(
+            f"the object graph is hostile: tuples nested {depth} deep, {weight} nodes; "
+            f"at most {_DEPTH_MAX} and {_TUPLE_WEIGHT_MAX} can be loaded safely"
+        )
+    return depth << _DEPTH_SHIFT | weight
+
+
+def _check_keys(keys: list[int]) -> None:
+    if keys and max(key & _WEIGHT_MASK for key in keys) > _KEY_WEIGHT_MAX:
+        raise FormatError(f"the object graph is hostile: a dictionary key of over {_KEY_WEIGHT_MAX} nodes")
+
+
+def _simulate(pickle: bytes) -> dict[bytes, int]:
+    """Walk a pickle as the restricted unpickler would, building nothing: its globals, as written, with their place."""
+    found: dict[bytes, int] = {}
+    stack: list[int] = []
+    marks: list[list[int]] = []
+    memo: dict[bytes, int] = {}
+    effects = _EFFECT
+    argument = _ARGUMENT
+    pos = 0
+    while True:
+        op = pickle[pos]
+        if op == _BINUNICODE:
+            stack.append(1)
+            pos += 5 + int.from_bytes(pickle[pos + 1 : pos + 5], "little")
+            continue
+        if op in (_BINGET, _LONG_BINGET):
+            match = _id_match(pickle, pos)
+            if match is not None:
+                stack.append(1)
+                pos = match.end()
+                continue
+            end = pos + (2 if op == _BINGET else 5)
+            stack.append(memo.get(_memo_key(pickle, pos + 1, end), 1))
+            pos = end
+            continue
+        if op in (_BINPUT, _LONG_BINPUT):
+            end = pos + (2 if op == _BINPUT else 5)
+            memo[_memo_key(pickle, pos + 1, end)] = stack[-1]
+            pos = end
+            continue
+        if op == _STOP:
+            stack.pop()
+            if pos + 1 != len(pickle):
+                raise FormatError(f"the object graph is damaged: it ends at byte {pos + 1} of {len(pickle)}")
+            return found
+        effect = effects.get(op)
+        if effect is None:
+            _check_operand(pickle, pos)
+            # A newer torch takes this opcode. Its effect is not known here, so neither are depths after it.
+            return _walk(pickle, found, pos, restricted=True)
+        width = argument[op]
+        assert width is not None
+        end = pos + 1 + width if width >= 0 else _argument_end(pickle, pos)
+        if effect == _PUSH:
+            stack.append(1)
+            if op == _GLOBAL:
+                found.setdefault(pickle[pos:end], pos)
+        elif effect == _TUPLES:
+            count = op - 0x84
+            if len(stack) < count:
+                raise IndexError
+            stack[-count:] = [_tuple_of(stack[-count:])]
+        elif effect == _MARKS:
+            marks.append(stack)
+            stack = []
+        elif effect == _MARK_TUPLE:
+            items = stack
+            stack = marks.pop()
+            stack.append(_tuple_of(items))
+        elif effect == _POP_MARK:
+            if op == 0x75:  # SETITEMS
+                _check_keys(stack[::2])
+            stack = marks.pop()
+        elif effect == _POP_TWO:  # SETITEM
+            stack.pop()
+            _check_keys([stack.pop()])
+        elif effect == _POP_ONE:
+            stack.pop()
+        elif effect == _CALLS:
+            arguments = stack.pop()
+            stack[-1] = arguments
+        pos = end
+
+
+def _memo_key(pickle: bytes, start: int, end: int) -> bytes:
+    # BINGET of 5 and LONG_BINGET of 5 name the same entry.
+    return pickle[start:end].rstrip(b"\0")
+
+
+# The ways, besides GLOBAL, to name something to call: INST, OBJ, STACK_GLOBAL, EXT1, EXT2, EXT4.
+_OTHER_CALLS = frozenset(b"io\x93\x82\x83\x84")
+_MEMO_AND_STOP = frozenset(b"hjqr.")
+
+
+def _walk(
+    pickle: bytes, found: dict[bytes, int], pos: int, *, restricted: bool = False, all_calls: bool = False
+) -> dict[bytes, int]:
+    """Check that a pickle is whole, opcode by opcode, and gather its globals.
+
+    ``restricted``: refuse what torch's restricted unpickler would; ``all_calls``: gather every spelling of a global.
+    """
+    argument = _ARGUMENT
+    while True:
+        op = pickle[pos]
+        width = argument[op]
+        end = pos + 1 + width if width is not None and width >= 0 else _argument_end(pickle, pos)
+        if restricted and op not in _EFFECT and op not in _MEMO_AND_STOP:
+            _check_operand(pickle, pos)
+        if op == _GLOBAL or (all_calls and op in _OTHER_CALLS):
+            found.setdefault(pickle[pos:end], pos)
+        elif op == _STOP:
+            if end != len(pickle):
+                raise FormatError(f"the object graph is damaged: it ends at byte {end} of {len(pickle)}")
+            return found
+        pos = end
+
+
+def scan(pickle: bytes, *, weights_only: bool = True) -> None:
+    """Refuse a graph before any data is read.
+
+    Raises UnsafePickle if ``weights_only`` and the graph names a global, or has an opcode, that the installed
+    torch refuses; FormatError if it is truncated or no pickle at all. ``add_safe_globals`` is honoured.
+    """
+    try:
+        found = _simulate(pickle) if weights_only else _walk(pickle, {}, 0)
+    except (IndexError, ValueError) as error:
+        if isinstance(error, StriateError):
+            raise
+        raise FormatError(
+            f"the object graph is damaged: truncated, or no pickle ({len(pickle)} bytes)"
+        ) from None
+    if weights_only:
+        for instruction in found:
+            probe = b"\x80\x02" + instruction + b"."
+            try:
+                _private().Unpickler(io.BytesIO(probe)).load()
+            except _pickle.UnpicklingError as error:
+                raise UnsafePickle(_torch_words(probe, error)) from None
+            except UnicodeDecodeError:
+                raise FormatError("the object graph is damaged: the name of a global is not text") from None
+
+
+# Globals whose calls look at no tensor's values: those that torch.save itself writes for strided tensors, their
+# containers and their types.
+_STANDARD = re.compile(
+    rb"c(?:"
+    rb"collections\n(?:OrderedDict|Counter)"
+    rb"|torch\._utils\n_rebuild_(?:tensor_v2|tensor_v3|parameter|meta_tensor_no_storage)"
+    rb"|torch\n[A-Z]\w*Storage|torch\.storage\n\w+Storage"
+    rb"|torch\n(?:u?int\d+|b?float\d\w*|complex\d+|bits\w+|bool|Size|device)"
+    rb"|__builtin__\n(?:set|complex|bytearray)|_codecs\nencode"
+    rb")\n"
+).fullmatch
+
+
+def is_standard(pickle: bytes) -> bool:
+    """Does rebuilding this graph leave the values of its tensors unread?
+
+    Then it may be rebuilt around tensors whose bytes come later. False for sparse tensors, whose invariants are
+    checked, for quantized ones, whose scales are read, for subclasses and for every class of the user's. The graph must have passed ``scan``.
+    """
+    try:
+        return all(_STANDARD(instruction) for instruction in _walk(pickle, {}, 0, all_calls=True))
+    except (IndexError, ValueError):
+        return False
+
+
+@functools.cache
+def _takes_operand(op: int) -> bool:
+    """Does the installed torch's restricted unpickler know this opcode?"""
+    try:
+        _private().Unpickler(io.BytesIO(bytes((op,)))).load()
+    except _pickle.UnpicklingError as error:
+        return "Unsupported operand" not in str(error)
+    except Exception:
+        return True  # it knew it well enough to miss its argument
+    return True
+
+
+def _check_operand(pickle: bytes, pos: int) -> None:
+    if _ARGUMENT[pickle[pos]] is None:
+        raise FormatError(f"the object graph is damaged or hostile: byte {pos} is not a pickle opcode")
+    if not _takes_operand(pickle[pos]):
+        # With the graph's own protocol, so that torch warns of it as it does when it loads one.
+        probe = (pickle[:2] if pickle[:1] == b"\x80" else b"\x80\x02") + pickle[pos : pos + 1]
+        try:
+            _private().Unpickler(io.BytesIO(probe)).load()
+        except _pickle.UnpicklingError as error:
+            raise UnsafePickle(_torch_words(probe, error)) from None
+        raise AssertionError("torch took an opcode that it refused a moment ago")
+
+
+# --- torch's privates -----------------------------------------------------------------
+
+# Bound here so that whoever puts striate's load in the place of torch.load gets no circle.
+_torch_load = torch.load
+
+
+def _tls() -> Any:
+    return getattr(torch.serialization, "_serialization_tls", None)
+
+
+@functools.cache
+def _private() -> Any:
+    """torch's restricted unpickler's module, tested once: a private that moved is named with torch's version."""
+    try:
+        from torch import _weights_only_unpickler
+
+        module: Any = _weights_only_unpickler
+
+        marker = object()
+
+        def persistent_load(pid: object) -> object:
+            return marker if pid == ("storage", 0) else None
+
+        data = b"\x80\x02}q\x00X\x01\x00\x00\x00aX\x07\x00\x00\x00storageK\x00\x86Qs."
+        unpickler = module.Unpickler(io.BytesIO(data), encoding="utf-8")
+        unpickler.persistent_load = persistent_load
+        if unpickler.load() != {"a": marker}:
+            raise TypeError("the restricted unpickler does not hand tuples to persistent_load")
+        try:
+            module.Unpickler(io.BytesIO(b"\x80\x02cposix\nsystem\n.")).load()
+        except _pickle.UnpicklingError:
+            pass
+        else:
+            raise TypeError("the restricted unpickler let posix.system through")
+        for owner, name in (
+            (torch._utils, "_sparse_tensors_to_validate"),
+            (torch._utils, "_validate_loaded_sparse_tensors"),
+            (torch._utils, "_rebuild_tensor_v2"),
+            (torch._guards, "detect_fake_mode"),
+            (torch.serialization, "default_restore_location"),
+            (torch.serialization, "StorageType"),
+        ):
+            getattr(owner, name)
+        torch._guards.detect_fake_mode(None)
+        _TypedStorage(wrap_storage=_UntypedStorage(0, device="cpu"), dtype=torch.uint8, _internal=True)
+    except Exception as error:
+        raise StriateError(
+            f"torch {torch.__version__} keeps its restricted unpickler otherwise than striate expects "
+            f"({type(error).__name__}: {error}). Nothing was read. "
+            "Use another version of torch, or a newer striate."
+        ) from error
+    return module
+
+
+def _torch_words(probe: bytes, error: Exception) -> str:
+    """What the installed torch.load says of this pickle; its advice on add_safe_globals is not ours to reword."""
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("archive/data.pkl", probe)
+        file.writestr("archive/version", "3\n")
+    archive.seek(0)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _torch_load(archive, weights_only=True)
+    except _pickle.UnpicklingError as said:
+        return str(said)
+    except Exception:
+        pass
+    return f"Weights only load failed. {error}"
+
+
+# --- loading -------------------------------------------------------------------------
+
+
+class Restore:
+    """torch's ``map_location``, resolved once for a load.
+
+    ``map_location`` is None, a str, a torch.device, a dict or a callable, as torch.load takes it. ``reads_data``
+    is False where no bytes are wanted: the meta device, FakeTensorMode, ``torch.serialization.skip_data``.
+    """
+
+    def __init__(self, map_location: Any) -> None:
+        _private()
+        self._map: Any = map_location
+        self._calls = False
+        if isinstance(map_location, torch.device):
+            self._map = str(map_location)
+        elif map_location is not None and not isinstance(map_location, (dict, str, bytes)):
+            if not callable(map_location):
+                raise TypeError(
+                    "map_location must be None, a string, a torch.device, a dict or a callable, "
+                    f"not {type(map_location).__name__}"
+                )
+            self._calls = True
+        self._meta = (map_location.type if isinstance(map_location, torch.device) else map_location) == "meta"
+        self._fake = torch._guards.detect_fake_mode(None) is not None
+        self.reads_data: bool = not (self._meta or self._fake or getattr(_tls(), "skip_data", False))
+
+    def _target(self, location: str) -> Any:
+        if self._map is None or self._calls:
+            return location
+        if isinstance(self._map, dict):
+            return self._map.get(location, location)
+        return self._map
+
+    def check(self, locations: Iterable[str]) -> None:
+        """Raise what torch raises if a device is absent or a tag unknown, before any data is read.
+
+        Callables are not asked: each must see each storage once, when its bytes are there.
+        """
+        if self._calls or self._meta or self._fake:
+            return
+        empty = _UntypedStorage(0, device="cpu")
+        for location in set(locations):
+            _default_restore_location(empty, self._target(location))
+
+    def allocate(self, nbytes: int, location: str) -> torch.UntypedStorage:
+        """A storage of ``nbytes`` bytes to read into: on the CPU, or on meta where no data is read."""
+        if self._meta:
+            return cast(torch.UntypedStorage, _UntypedStorage(nbytes, device="meta"))
+        if self._fake:
+            storage: Any = _UntypedStorage(nbytes, device="meta")
+            storage._fake_device = location
+            return cast(torch.UntypedStorage, storage)
+        return cast(torch.UntypedStorage, _UntypedStorage(nbytes, device="cpu"))
+
+    def apply(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        """The storage on the device where it belongs, its bytes with it."""
+        if self._meta or self._fake:
+            return storage
+        if self._calls:
+            result = self._map(storage, location)
+            if result is not None:
+                if not isinstance(result, torch.UntypedStorage):
+                    # torch refuses this in its own words.
+                    _TypedStorage(wrap_storage=result, dtype=torch.uint8, _internal=True)
+                return cast(torch.UntypedStorage, result)
+        restored: torch.UntypedStorage = _default_restore_location(storage, self._target(location))
+        return restored
+
+
+class _Loader:
+    """Turns persistent ids back into tensors and storages; trusts nothing that an id says."""
+
+    def __init__(
+        self,
+        plains: Sequence[Plain | None],
+        storages: Sequence[torch.UntypedStorage],
+        tensors: Mapping[int, Tensor],
+    ) -> None:
+        self.plains = plains
+        self.storages = storages
+        self.tensors: dict[int, Tensor] = dict(tensors)
+        self.typed: dict[tuple[int, torch.dtype], Any] = {}
+        self.forms: dict[tuple[str, tuple[int, ...]], tuple[int, torch.dtype]] = {}
+        self.makers: dict[tuple[torch.dtype, torch.device], Callable[[], Tensor]] = {}
+        self.fake = torch._guards.detect_fake_mode(None) is not None
+
+    def form(self, plain: Plain) -> tuple[int, torch.dtype]:
+        """Bytes and dtype of a geometry that may come from a hostile file."""
+        shape = plain.shape
+        dtype = DTYPES.get(plain.dtype)
+        if dtype is None:
+            raise FormatError(f"this torch ({torch.__version__}) has no dtype for {plain.dtype!r}")
+        if not all(type(size) is int and size >= 0 for size in shape):
+            raise FormatError(f"{shape!r} is not the shape of a tensor")
+        # The product with zeros as ones: it bounds the strides, which torch computes without a check.
+        if math.prod(size or 1 for size in shape) * dtype.itemsize > _INT64_MAX:
+            raise FormatError(f"{shape!r} is too large to be the shape of a tensor")
+        found = self.forms[plain.dtype, shape] = (math.prod(shape) * dtype.itemsize, dtype)
+        return found
+
+    def maker(self, dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+        # The device is given: default devices and `with torch.device(...)` have no say. Of the ways to an empty
+        # tensor of a given dtype, Tensor.new() takes half the time of torch.empty().
+        empty = functools.partial(torch.empty, (0,), dtype=dtype, device=device)
+        make = empty().new if device.type in ("cpu", "cuda") else empty
+        self.makers[dtype, device] = make
+        return make
+
+    def tensor(self, n: int) -> Tensor:
+        """The plain tensor of row n, made once."""
+        tensor = self.tensors.get(n)
+        if tensor is not None:
+            return tensor
+        plain = self.plains[n]
+        storage = self.storages[n]
+        if plain is None:
+            raise FormatError(
+                f"the object graph is damaged: storage {n} is used as a tensor, but has no dtype and shape"
+            )
+        nbytes, dtype = self.forms.get((plain.dtype, plain.shape)) or self.form(plain)
+        if nbytes != storage.nbytes():
+            raise FormatError(
+                f"storage {n} has {storage.nbytes()} bytes, {plain.dtype} of shape {plain.shape} needs {nbytes}"
+            )
+        if self.fake:
+            # Through torch's rebuild, which gives the tensor the device that it pretends to be on.
+            rebuild: Any = torch._utils._rebuild_tensor_v2
+            stride = _default_stride(plain.shape)
+            made: Tensor = rebuild(self.typed_storage(n, dtype), 0, plain.shape, stride, False, OrderedDict())
+        else:
+            device = storage.device
+            make = self.makers.get((dtype, device)) or self.maker(dtype, device)
+            made = make().set_(storage, 0, plain.shape)  # type: ignore[call-overload]
+        self.tensors[n] = made
+        return made
+
+    def typed_storage(self, n: int, dtype: torch.dtype) -> Any:
+        typed = self.typed.get((n, dtype))
+        if typed is None:
+            # As torch.load: rebuild functions and user code get TypedStorage, even for an untyped one.
+            typed = self.typed[n, dtype] = _TypedStorage(
+                wrap_storage=self.storages[n], dtype=dtype, _internal=True
+            )
+        return typed
+
+    def persistent_load(self, pid: Any) -> Any:
+        if type(pid) is tuple and len(pid) > 1 and type(pid[0]) is str and pid[0] == "storage":
+            if len(pid) == 2:
+                n = pid[1]
+                if type(n) is int and 0 <= n < len(self.storages):
+                    return self.tensor(n)
+                raise FormatError(
+                    f"the object graph is damaged: no storage {_brief(n)} of {len(self.storages)}"
+                )
+            if len(pid) == 5:
+                return self.storage(*pid[1:])
+        raise FormatError(f"the object graph is damaged: {_brief(pid)} does not name a storage")
+
+    def storage(self, kind: Any, key: Any, location: Any, numel: Any) -> Any:
+        if kind is torch.UntypedStorage:
+            dtype: Any = torch.uint8
+        elif isinstance(kind, (torch.serialization.StorageType, type)):
+            dtype = getattr(kind, "dtype", None)
+        else:
+            dtype = None
+        if not isinstance(dtype, torch.dtype):
+            raise FormatError(f"the object graph is damaged: {_brief(kind)} is not a type of storage")
+        if not (type(key) is str and len(key) < 20 and key.isascii() and key.isdigit()):
+            raise FormatError(f"the object graph is damaged: {_brief(key)} is not the key of a storage")
+        n = int(key)
+        if n >= len(self.storages):
+            raise FormatError(f"the object graph is damaged: no storage {n} of {len(self.storages)}")
+        if type(location) is not str or type(numel) is not int or numel < 0:
+            raise FormatError(
+                f"the object graph is damaged: storage {n} of {_brief(numel)} items at {_brief(location)}"
+            )
+        nbytes = self.storages[n].nbytes()
+        if numel * dtype.itemsize > nbytes:
+            raise FormatError(
+                f"the object graph is damaged: {_brief(numel)} items of {dtype} in the {nbytes} bytes of storage {n}"
+            )
+        return self.typed_storage(n, dtype)
+
+
+def plain_tensor(plain: Plain | None, storage: torch.UntypedStorage) -> Tensor:
+    """The plain tensor whose bytes are ``storage``. FormatError if they do not fit each other."""
+    return _Loader([plain], [storage], {}).tensor(0)
+
+
+def _brief(value: object) -> str:
+    """At most 80 characters of a value that comes from a file: no repr of a tower of tuples."""
+    if isinstance(value, (str, bytes)):
+        return repr(value[:60])
+    if isinstance(value, int):
+        return repr(value) if value.bit_length() < 128 else "an int of many digits"
+    return f"a {type(value).__name__}"
+
+
+# Failures of the unpickler itself (an empty stack, a missing memo entry, a wrong argument) mean that the graph is
+# damaged. The same exceptions from a class that the user allowed are that class's own, and pass.
+_GARBAGE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
+
+
+_SETS_STORAGE = ("_rebuild_tensor", "_rebuild_qtensor")
+
+
+def _is_garbage(error: BaseException, module: Any) -> bool:
+    trace = error.__traceback__
+    if trace is None:
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code
+    if code.co_filename == module.__file__:
+        return isinstance(error, _GARBAGE)
+    if code.co_filename == torch._utils.__file__ and code.co_name.startswith(_SETS_STORAGE):
+        # Out of memory is a RuntimeError too, and no fault of the graph.
+        return isinstance(error, _GARBAGE) or type(error) is RuntimeError
+    return False
+
+
+def loads(
+    pickle: bytes | None,
+    names: Sequence[str],
+    plains: Sequence[Plain | None],
+    storages: Sequence[torch.UntypedStorage],
+    *,
+    weights_only: bool = True,
+    map_location: Any = None,
+    pickle_module: Any = None,
+    tensors: Mapping[int, Tensor] | None = None,
+    **pickle_load_args: Any,
+) -> Any:
+    """The object again, from its graph and from storages that hold their bytes on their devices already.
+
+    ``names`` matter only without a graph (``pickle=None``): then the result is a dict of names to plain tensors,
+    in the order given. ``tensors`` gives tensors of the caller's for some rows, in place of new ones.
+    Accepts what the installed torch.load accepts. UnsafePickle: ``weights_only`` forbids it; FormatError: the
+    graph is damaged or does not fit the table. Run ``scan`` first: it refuses before data is read.
+    """
+    if not len(plains) == len(storages) or (pickle is None and len(names) != len(plains)):
+        raise ValueError(f"{len(names)} names, {len(plains)} geometries, {len(storages)} storages")
+    if weights_only and pickle_module is not None:
+        raise RuntimeError("Can not safely load weights when explicit pickle_module is specified")
+    if weights_only and pickle_load_args:
+        warnings.warn("pickle_load_args only works if `weights_only=False`.", stacklevel=2)
+    pickle_load_args.setdefault("encoding", "utf-8")
+    module = _private()
+    loader = _Loader(plains, storages, tensors or {})
+    tls = _tls()
+    before = getattr(tls, "map_location", None)
+    if tls is not None:
+        tls.map_location = map_location  # for wrapper subclasses, which place themselves
+    try:
+        if pickle is None:
+            tensor = loader.tensor
+            result: Any = {name: tensor(n) for n, name in enumerate(names)}
+            if len(result) != len(names):
+                raise FormatError("the checkpoint has two tensors of one name")
+        elif weights_only:
+            result = _loads_restricted(pickle, loader, module, pickle_load_args)
+        else:
+            result = _loads_unrestricted(pickle, loader, pickle_module or _pickle, pickle_load_args)
+        torch._utils._validate_loaded_sparse_tensors()
+        return result
+    finally:
+        if tls is not None:
+            tls.map_location = before
+        # torch leaves them behind when a load fails, for the next load in the process to trip over.
+        torch._utils._sparse_tensors_to_validate.clear()
+
+
+def _loads_restricted(pickle: bytes, loader: _Loader, module: Any, load_args: dict[str, Any]) -> Any:
+    unpickler = module.Unpickler(io.BytesIO(pickle), **load_args)
+    unpickler.persistent_load = loader.persistent_load
+    try:
+        return unpickler.load()
+    except _pickle.UnpicklingError as error:
+        raise UnsafePickle(f"Weights only load failed. {error}") from None
+    except Exception as error:
+        if not isinstance(error, StriateError) and _is_garbage(error, module):
+            raise FormatError(f"the object graph is damaged: {type(error).__name__}: {error}") from error
+        raise
+
+
+def _loads_unrestricted(pickle: bytes, loader: _Loader, pickle_module: Any, load_args: dict[str, Any]) -> Any:
+    class Unpickler(pickle_module.Unpickler):  # type: ignore[misc]
+        def find_class(self, module: str, name: str) -> Any:
+            if "Storage" in name:
+                try:
+                    return torch.serialization.StorageType(name)
+                except KeyError:
+                    pass
+            return super().find_class("torch._tensor" if module == "torch.tensor" else module, name)
+
+    unpickler = Unpickler(io.BytesIO(pickle), **load_args)
+    unpickler.persistent_load = loader.persistent_load
+    return unpickler.load()
+
+
+assert sys.byteorder == "little", "safetensors is little-endian, and so is striate"
