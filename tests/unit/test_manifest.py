@@ -309,7 +309,7 @@ def test_a_damaged_header_says_what_can_be_done() -> None:
 
 
 def test_without_verification_a_changed_header_reads_as_plain_safetensors() -> None:
-    table, header = small()
+    _, header = small()
     found = read(header.replace(b'"w":{', b'"W":{'), verify=False)
     assert found.foreign
     assert found.table.names == ["W", "__striate__.s.1", "__striate__.s.2"]
@@ -637,7 +637,7 @@ def test_no_bytes_at_all_make_anything_but_an_error_of_ours(content: bytes) -> N
     for made in (content, foreign(content)[0], foreign(b'{"a":' + content + b"}")[0]):
         try:
             found = read(made, file_bytes=len(made))
-        except FormatError:
+        except StriateError:
             continue
         assert found.foreign
         assert found.table.data_bytes == 0
@@ -670,7 +670,7 @@ def test_json_of_any_kind_is_an_error_of_ours_or_a_table_that_holds_together(mem
     content, _ = foreign(json.dumps(members))
     try:
         found = read(content)
-    except (FormatError, CorruptCheckpoint):
+    except StriateError:
         return
     table = found.table
     assert int(table.lengths.sum()) == table.data_bytes
