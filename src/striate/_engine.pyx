@@ -205,12 +205,14 @@ JOB_DTYPE = np.dtype({
         <size_t>(<st_job *>NULL).digest,
     ],
     "itemsize": sizeof(st_job),
+    "aligned": True,
 })
 EXTENT_DTYPE = np.dtype({
     "names": ["addr", "length"],
     "formats": ["u8", "u8"],
     "offsets": [<size_t>&(<st_extent *>NULL).addr, <size_t>&(<st_extent *>NULL).length],
     "itemsize": sizeof(st_extent),
+    "aligned": True,
 })
 RESULT_DTYPE = np.dtype({
     "names": ["code", "reserved", "digest"],
@@ -221,6 +223,7 @@ RESULT_DTYPE = np.dtype({
         <size_t>(<st_result *>NULL).digest,
     ],
     "itemsize": sizeof(st_result),
+    "aligned": True,
 })
 
 OPS = {
@@ -535,6 +538,7 @@ cdef class Io:
         cdef int ret
 
         started = time.monotonic()
+        pid = os.getpid()
         with nogil:
             ret = st_run_start(self.io, plan, &run)
         check(ret)
@@ -545,13 +549,18 @@ cdef class Io:
                 PyErr_CheckSignals()
                 if progress is not None:
                     progress(st_run_bytes(run))
+                if os.getpid() != pid:
+                    raise RuntimeError("forked in the middle of a run: its threads are the parent's")
             with nogil:
                 ret = st_run_finish(run, &stats, &failure)
         finally:
             # After an exception this cancels, and waits for what is in flight:
             # the drive must not touch the caller's memory once it is theirs again.
-            with nogil:
-                st_run_free(run)
+            # A child that was forked meanwhile (by progress, by a handler) has
+            # none of the threads: there, joining them would crash.
+            if os.getpid() == pid:
+                with nogil:
+                    st_run_free(run)
         facts = Stats(
             engine=self.name,
             bytes=stats.bytes,
