@@ -16,13 +16,13 @@ import striate
 NAME = "step.striate"
 CHUNK_BYTES = 4096
 
-Path_ = str | os.PathLike[str]
+PathLike = str | os.PathLike[str]
 
 
 def state(version: int, *, data_bytes: int = 3 * CHUNK_BYTES) -> dict[str, Any]:
-    """A training state in little. No two versions have a chunk in common, and one tensor ends off every boundary."""
-    whole = data_bytes // 4 * 4
-    weights = torch.frombuffer(bytearray(cycling(whole - 1028, start=37 * version)), dtype=torch.float32)
+    """A training state in little. No two versions have a chunk in common, and its end lies off every boundary."""
+    weights_bytes = data_bytes // 4 * 4 - 1100
+    weights = torch.frombuffer(bytearray(cycling(weights_bytes, start=37 * version)), dtype=torch.float32)
     bias = torch.frombuffer(bytearray(cycling(1024, start=37 * version + 11)), dtype=torch.bfloat16)
     return {
         "version": version,
@@ -32,12 +32,12 @@ def state(version: int, *, data_bytes: int = 3 * CHUNK_BYTES) -> dict[str, Any]:
 
 
 def save(
-    version: int, path: Path_, *, engine: Any = "posix", data_bytes: int = 3 * CHUNK_BYTES
+    version: int, path: PathLike, *, engine: Any = "posix", data_bytes: int = 3 * CHUNK_BYTES
 ) -> striate.SaveResult:
     return striate.save(state(version, data_bytes=data_bytes), path, engine=engine, chunk_bytes=CHUNK_BYTES)
 
 
-def version_at(path: Path_, *, data_bytes: int = 3 * CHUNK_BYTES) -> int:
+def version_at(path: PathLike, *, data_bytes: int = 3 * CHUNK_BYTES) -> int:
     """The version whose checkpoint stands at a path. Raises what load raises, AssertionError if it is of no version."""
     return version_of(striate.load(path, engine="posix"), data_bytes=data_bytes)
 
@@ -50,13 +50,13 @@ def version_of(loaded: Any, *, data_bytes: int = 3 * CHUNK_BYTES) -> int:
     return version
 
 
-def beside(path: Path_) -> list[str]:
+def beside(path: PathLike) -> list[str]:
     """What else is in the directory of a file."""
     target = Path(path)
     return sorted(set(os.listdir(target.parent)) - {target.name})
 
 
-def require_alone(path: Path_) -> None:
+def require_alone(path: PathLike) -> None:
     assert beside(path) == [], "a finished save leaves nothing beside its file"
 
 

@@ -105,7 +105,9 @@ class File:
                 continue
             stop = effect.offset + len(effect.data)
             content.extend(bytes(max(0, effect.offset - len(content))))
-            content[effect.offset : stop] = rng.randbytes(len(effect.data)) if fate == GARBLED else effect.data
+            content[effect.offset : stop] = (
+                rng.randbytes(len(effect.data)) if fate == GARBLED else effect.data
+            )
         return bytes(content)
 
     def sync(self) -> None:
@@ -242,7 +244,9 @@ def fill(directory: Path, contents: Mapping[bytes, bytes]) -> None:
         (directory / os.fsdecode(name)).write_bytes(content)
 
 
-def cuts(directory: Path, before: Mapping[bytes, bytes], trace: Sequence[Trace]) -> Iterator[tuple[str, Disk]]:
+def cuts(
+    directory: Path, before: Mapping[bytes, bytes], trace: Sequence[Trace]
+) -> Iterator[tuple[str, Disk]]:
     """The disk just before each operation, and after the last one, with words for where that is."""
     disk = Disk(directory, before)
     for number, entry in enumerate(trace):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -62,11 +62,10 @@ class Checker:
         finished: bool = True,
         rng: random.Random | None = None,
         samples: int = 0,
-    ) -> list[str]:
+    ) -> Iterator[str]:
         """What is wrong, for every cut: over all states, or ``samples`` random ones a cut. ``finished``: save returned."""
         rng = rng or random.Random(0)
         old = OLD if NAME_BYTES in before else None
-        wrong = []
         for number, (where, disk) in enumerate(power.cuts(self.directory, before, trace)):
             allowed = {NEW} if finished and number == len(trace) else {old, NEW}
             if samples:
@@ -76,10 +75,9 @@ class Checker:
             for contents in states:
                 self.states_count += 1
                 if self.found(contents) not in allowed:
-                    wrong.append(f"power cut {where}: found {self.found(contents)}")
+                    yield f"power cut {where}: found {self.found(contents)}"
                 elif left := self.left_by_the_next_save(contents):
-                    wrong.append(f"power cut {where}: the next save left {left}")
-        return wrong
+                    yield f"power cut {where}: the next save left {left}"
 
 
 def traced_save(
@@ -97,35 +95,37 @@ def traced_save(
 
 @pytest.mark.parametrize("overwrites", [True, False], ids=["over an old one", "where none was"])
 def test_power_cut_at_any_operation_leaves_the_old_or_the_new_checkpoint(
-    tmp_path: Path, engine_name: str, overwrites: bool
+    memory_dir: Path, engine_name: str, overwrites: bool
 ) -> None:
-    before, trace = traced_save(tmp_path, engine_name, overwrites=overwrites)
+    before, trace = traced_save(memory_dir, engine_name, overwrites=overwrites)
     assert {"write", "sync", "rename", "sync_directory"} <= {entry.op for entry in trace}
-    checker = Checker(tmp_path)
-    assert checker.faults(before, trace) == []
+    checker = Checker(memory_dir)
+    assert list(checker.faults(before, trace)) == []
     # Before each operation there is at least one state, and up to the rename's
     # sync at least the temporary there and not there.
     assert checker.states_count > 2 * len(trace)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_power_cut_leaves_the_old_or_the_new_one_of_a_checkpoint_of_many_chunks(tmp_path: Path, seed: int) -> None:
+def test_power_cut_leaves_the_old_or_the_new_one_of_a_checkpoint_of_many_chunks(
+    memory_dir: Path, seed: int
+) -> None:
     data_bytes = 50 * CHUNK_BYTES
-    before, trace = traced_save(tmp_path, "posix", overwrites=bool(seed % 2), data_bytes=data_bytes)
-    checker = Checker(tmp_path, data_bytes=data_bytes)
-    assert checker.faults(before, trace, rng=random.Random(seed), samples=8) == []
+    before, trace = traced_save(memory_dir, "posix", overwrites=bool(seed % 2), data_bytes=data_bytes)
+    checker = Checker(memory_dir, data_bytes=data_bytes)
+    assert list(checker.faults(before, trace, rng=random.Random(seed), samples=8)) == []
 
 
-def test_power_cut_during_a_save_that_fails_leaves_the_old_checkpoint(tmp_path: Path) -> None:
-    save(OLD, tmp_path / NAME)
-    before = power.contents_of(tmp_path)
-    count = len(_traced(tmp_path, before, []))
-    checker = Checker(tmp_path)
+def test_power_cut_during_a_save_that_fails_leaves_the_old_checkpoint(memory_dir: Path) -> None:
+    save(OLD, memory_dir / NAME)
+    before = power.contents_of(memory_dir)
+    count = len(_traced(memory_dir, before, []))
+    checker = Checker(memory_dir)
     failed = 0
     for nth in range(count):
-        trace = _traced(tmp_path, before, [Fault("any", nth=nth, value=5)])
+        trace = _traced(memory_dir, before, [Fault("any", nth=nth, value=5)])
         failed += any(entry.result == -5 for entry in trace)
-        assert checker.faults(before, trace, finished=False) == []
+        assert list(checker.faults(before, trace, finished=False)) == []
     assert failed == count
 
 
@@ -164,21 +164,22 @@ def _traced(directory: Path, before: Mapping[bytes, bytes], faults: Sequence[Fau
 )
 @pytest.mark.parametrize("samples", [0, 40], ids=["all states", "random states"])
 def test_a_wrong_order_of_the_same_operations_is_found_guilty(
-    tmp_path: Path, wrong_order: Callable[[Sequence[Trace]], list[Trace]], samples: int
+    memory_dir: Path, wrong_order: Callable[[Sequence[Trace]], list[Trace]], samples: int
 ) -> None:
-    before, trace = traced_save(tmp_path, "posix", overwrites=True)
-    checker = Checker(tmp_path)
-    assert checker.faults(before, wrong_order(trace), samples=samples) != []
+    before, trace = traced_save(memory_dir, "posix", overwrites=True)
+    checker = Checker(memory_dir)
+    guilty = next(checker.faults(before, wrong_order(trace), samples=samples), None)
+    assert guilty is not None
 
 
-def test_on_a_drive_that_lies_about_its_syncs_damage_is_noticed_and_never_loaded(tmp_path: Path) -> None:
+def test_on_a_drive_that_lies_about_its_syncs_damage_is_noticed_and_never_loaded(memory_dir: Path) -> None:
     """A drive without a safe cache can break any order. Then at least no wrong tensor may come back."""
-    before, trace = traced_save(tmp_path, "posix", overwrites=True)
+    before, trace = traced_save(memory_dir, "posix", overwrites=True)
     lied = [entry for entry in trace if entry.op not in ("sync", "sync_directory")]
-    *_, (_, disk) = power.cuts(tmp_path, before, lied)
-    assert disk.states_count(NAME_BYTES) > 1000
+    *_, (_, disk) = power.cuts(memory_dir, before, lied)
+    assert disk.states_count(NAME_BYTES) > 500
     seen: dict[str, int] = {"old": 0, "new": 0, "noticed": 0}
-    path = tmp_path / NAME
+    path = memory_dir / NAME
     rng = random.Random(0)
     tried: set[bytes] = set()
     for contents in disk.every_state(NAME_BYTES, rng):
@@ -186,7 +187,7 @@ def test_on_a_drive_that_lies_about_its_syncs_damage_is_noticed_and_never_loaded
         if content in tried:
             continue
         tried.add(content)
-        power.fill(tmp_path, {NAME_BYTES: content})
+        power.fill(memory_dir, {NAME_BYTES: content})
         try:
             loaded = striate.load(path, engine="posix")
         except striate.StriateError as e:
@@ -196,7 +197,7 @@ def test_on_a_drive_that_lies_about_its_syncs_damage_is_noticed_and_never_loaded
             # version_of compares bit for bit: a mixture fails here.
             seen["old" if version_of(loaded) == OLD else "new"] += 1
     assert min(seen.values()) > 0, seen
-    assert seen["noticed"] > 500, seen
+    assert seen["noticed"] > 200, seen
 
 
 def test_the_state_of_a_version_differs_from_others_in_every_chunk() -> None:

@@ -35,7 +35,9 @@ class RaisesInState:
     ],
     ids=["a lambda", "a subclass of tensor that raises", "a state that raises"],
 )
-def test_an_object_that_cannot_be_pickled_leaves_the_old_checkpoint_untouched(tmp_path: Path, obj: Any) -> None:
+def test_an_object_that_cannot_be_pickled_leaves_the_old_checkpoint_untouched(
+    tmp_path: Path, obj: Any
+) -> None:
     path = tmp_path / NAME
     save(1, path)
     before = path.stat()
