@@ -108,7 +108,13 @@ def test_advice_on_huge_pages_takes_any_range_and_leaves_the_bytes_alone() -> No
     data = np.frombuffer(pages, np.uint8)
     data[:] = 7
     start = int(data.ctypes.data)
-    for address, length in ((start, 8 << 20), (start + 1, (8 << 20) - 2), (start, 10), (0, 0), (2**64 - 1, 2**63)):
+    for address, length in (
+        (start, 8 << 20),
+        (start + 1, (8 << 20) - 2),
+        (start, 10),
+        (0, 0),
+        (2**64 - 1, 2**63),
+    ):
         _engine.advise_huge_pages(address, length)
     assert (data == 7).all()
 
@@ -123,14 +129,14 @@ def test_direct_alignment_is_what_o_direct_obeys(tmp_path: Path) -> None:
             pytest.skip("this kernel or file system does not report alignments (statx, Linux 6.1)")
         mem_align, offset_align = told
         assert mem_align > 0
-        assert os.preadv(fd, [memory(offset_align, misalign=mem_align)], offset_align) == offset_align
+        assert os.preadv(fd, [memory(offset_align, misalign=mem_align).data], offset_align) == offset_align
         if offset_align > 1:
             with pytest.raises(OSError, match="Invalid argument"):
-                os.preadv(fd, [memory(4096)], offset_align // 2)
+                os.preadv(fd, [memory(4096).data], offset_align // 2)
         if mem_align > 4:
             # Across a page: recent kernels take one short segment at any address.
             with pytest.raises(OSError, match="Invalid argument"):
-                os.preadv(fd, [memory(4096, misalign=mem_align // 2)], 0)
+                os.preadv(fd, [memory(4096, misalign=mem_align // 2).data], 0)
     finally:
         os.close(fd)
     with pytest.raises(OSError, match="Bad file descriptor"):

@@ -18,6 +18,7 @@ from support.tables import (
     BLOCK,
     KINDS,
     Bytes,
+    Kind,
     Table,
     digests,
     found_digests,
@@ -48,7 +49,7 @@ def stored(folder: Path, data: Bytes) -> None:
 @pytest.mark.parametrize("stable", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_write_failing_in_turn_stops_the_run_and_names_its_place(
-    kind: str, stable: bool, tmp_path: Path
+    kind: Kind, stable: bool, tmp_path: Path
 ) -> None:
     data = filled(20 * BLOCK, misalign=0)
     jobs, extents = tables(data, flags=JOB_CHECKSUM | (JOB_STABLE if stable else 0))
@@ -69,7 +70,7 @@ def test_each_write_failing_in_turn_stops_the_run_and_names_its_place(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_read_failing_in_turn_stops_the_run_and_names_its_place(kind: str, tmp_path: Path) -> None:
+def test_each_read_failing_in_turn_stops_the_run_and_names_its_place(kind: Kind, tmp_path: Path) -> None:
     data = filled(20 * BLOCK)
     target = memory(len(data), misalign=64)
     jobs, extents = tables(target)
@@ -85,7 +86,7 @@ def test_each_read_failing_in_turn_stops_the_run_and_names_its_place(kind: str, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_read_told_to_go_on_records_every_error_and_moves_the_rest(kind: str, tmp_path: Path) -> None:
+def test_a_read_told_to_go_on_records_every_error_and_moves_the_rest(kind: Kind, tmp_path: Path) -> None:
     data = filled(30 * BLOCK)
     io = Io(kind, faults=[Fault("read", nth=4, count=3, value=errno.EIO)])
     target = memory(len(data), misalign=64)
@@ -131,7 +132,7 @@ SCRIPTS = {
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_short_and_interrupted_transfers_are_continued(
-    kind: str, script: str, direct: bool, aligned: bool, tmp_path: Path
+    kind: Kind, script: str, direct: bool, aligned: bool, tmp_path: Path
 ) -> None:
     data = filled(10 * BLOCK + 700, misalign=0 if aligned else 64)
     jobs, extents = tables(data, flags=JOB_CHECKSUM | JOB_STABLE)
@@ -166,7 +167,7 @@ def test_short_and_interrupted_transfers_are_continued(
     ],
 )
 def test_a_drive_that_never_gets_on_is_an_error_and_not_a_loop(
-    kind: str, direction: str, fault: Fault, code: int, tmp_path: Path
+    kind: Kind, direction: str, fault: Fault, code: int, tmp_path: Path
 ) -> None:
     data = filled(5 * BLOCK)
     jobs, extents = tables(data)
@@ -183,7 +184,7 @@ def test_a_drive_that_never_gets_on_is_an_error_and_not_a_loop(
 @pytest.mark.parametrize("missing", [1, 700, 4096, BLOCK, BLOCK + 1])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_that_ends_too_early_is_truncated_and_not_corrupt(
-    kind: str, missing: int, direct: bool, tmp_path: Path
+    kind: Kind, missing: int, direct: bool, tmp_path: Path
 ) -> None:
     data = filled(3 * BLOCK)
     jobs, extents = tables(data)
@@ -202,7 +203,7 @@ def test_a_file_that_ends_too_early_is_truncated_and_not_corrupt(
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_flipped_bit_is_read_again_before_it_is_called_corrupt(
-    kind: str, aligned: bool, direct: bool, tmp_path: Path
+    kind: Kind, aligned: bool, direct: bool, tmp_path: Path
 ) -> None:
     data = filled(12 * BLOCK, misalign=0 if aligned else 64)
     wanted = data.copy()
@@ -222,9 +223,7 @@ def test_a_flipped_bit_is_read_again_before_it_is_called_corrupt(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_o_direct_refused_at_a_transfer_makes_the_file_buffered(
-    kind: str, tmp_path: Path
-) -> None:
+def test_o_direct_refused_at_a_transfer_makes_the_file_buffered(kind: Kind, tmp_path: Path) -> None:
     data = filled(30 * BLOCK + 5)
     jobs, extents = tables(data)
     with opened(Io(kind), tmp_path) as file:
@@ -237,7 +236,7 @@ def test_o_direct_refused_at_a_transfer_makes_the_file_buffered(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_einval_of_a_buffered_file_is_an_error(kind: str, tmp_path: Path) -> None:
+def test_einval_of_a_buffered_file_is_an_error(kind: Kind, tmp_path: Path) -> None:
     data = filled(3 * BLOCK)
     jobs, extents = tables(data)
     io = Io(kind, faults=[Fault("write", value=errno.EINVAL)])
@@ -247,7 +246,9 @@ def test_einval_of_a_buffered_file_is_an_error(kind: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_alignment_that_the_drive_does_not_take_ends_buffered_and_right(kind: str, tmp_path: Path) -> None:
+def test_an_alignment_that_the_drive_does_not_take_ends_buffered_and_right(
+    kind: Kind, tmp_path: Path
+) -> None:
     data = filled(5 * BLOCK, misalign=4)
     jobs, extents = tables(data, flags=JOB_CHECKSUM | JOB_STABLE)
     io = Io(kind)
@@ -261,7 +262,18 @@ def test_an_alignment_that_the_drive_does_not_take_ends_buffered_and_right(kind:
     assert (tmp_path / "file").read_bytes() == data.tobytes()
 
 
-NAMESPACE = ["open", "lock", "chmod", "chown", "allocate", "truncate", "sync", "sync_directory", "rename", "unlink"]
+NAMESPACE = [
+    "open",
+    "lock",
+    "chmod",
+    "chown",
+    "allocate",
+    "truncate",
+    "sync",
+    "sync_directory",
+    "rename",
+    "unlink",
+]
 
 
 def perform(io: Io, folder: int, op: str, fd: int) -> None:
@@ -281,7 +293,7 @@ def perform(io: Io, folder: int, op: str, fd: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_call_on_names_does_its_work_and_is_traced(kind: str, tmp_path: Path) -> None:
+def test_every_call_on_names_does_its_work_and_is_traced(kind: Kind, tmp_path: Path) -> None:
     io = Io(kind, trace=True)
     folder = io.open(-100, os.fsencode(tmp_path), os.O_RDONLY | os.O_DIRECTORY)
     fd = io.open(folder, b"first", os.O_CREAT | os.O_RDWR | os.O_EXCL, 0o600)
@@ -308,7 +320,7 @@ def test_every_call_on_names_does_its_work_and_is_traced(kind: str, tmp_path: Pa
 
 @pytest.mark.parametrize("op", NAMESPACE)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_failed_call_on_names_changes_nothing(kind: str, op: str, tmp_path: Path) -> None:
+def test_a_failed_call_on_names_changes_nothing(kind: Kind, op: str, tmp_path: Path) -> None:
     plain = Io(kind)
     folder = plain.open(-100, os.fsencode(tmp_path), os.O_RDONLY | os.O_DIRECTORY)
     fd = plain.open(folder, b"first", os.O_CREAT | os.O_RDWR, 0o600)
@@ -326,7 +338,7 @@ def test_a_failed_call_on_names_changes_nothing(kind: str, op: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_after_a_power_cut_nothing_happens_and_nothing_leaks(kind: str, tmp_path: Path) -> None:
+def test_after_a_power_cut_nothing_happens_and_nothing_leaks(kind: Kind, tmp_path: Path) -> None:
     data = filled(6 * BLOCK)
     jobs, extents = tables(data)
     before = open_descriptors()
@@ -364,7 +376,7 @@ def test_after_a_power_cut_nothing_happens_and_nothing_leaks(kind: str, tmp_path
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_lock_that_another_holds_is_a_blocking_io_error(kind: str, tmp_path: Path) -> None:
+def test_a_lock_that_another_holds_is_a_blocking_io_error(kind: Kind, tmp_path: Path) -> None:
     io = Io(kind)
     with opened(io, tmp_path) as first, opened(io, tmp_path) as second:
         io.lock(first.fd)
@@ -374,7 +386,7 @@ def test_a_lock_that_another_holds_is_a_blocking_io_error(kind: str, tmp_path: P
 
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_small_read_is_whole_or_an_error_from_any_place(kind: str, direct: bool, tmp_path: Path) -> None:
+def test_a_small_read_is_whole_or_an_error_from_any_place(kind: Kind, direct: bool, tmp_path: Path) -> None:
     data = cycling(3_000_000)
     faults = [
         Fault("read", "error", nth=1, value=errno.EINTR),
@@ -384,7 +396,15 @@ def test_a_small_read_is_whole_or_an_error_from_any_place(kind: str, direct: boo
     for io in (Io(kind), Io(kind, faults=faults)):
         with opened(io, tmp_path, direct=direct) as file:
             (tmp_path / "file").write_bytes(data)
-            for offset, length in ((0, 1), (1, 4096), (511, 2), (4095, 2), (0, len(data)), (len(data) - 3, 3), (7, 0)):
+            for offset, length in (
+                (0, 1),
+                (1, 4096),
+                (511, 2),
+                (4095, 2),
+                (0, len(data)),
+                (len(data) - 3, 3),
+                (7, 0),
+            ):
                 assert io.read(file.fd, length, offset) == data[offset : offset + length]
             for offset, length in ((0, len(data) + 1), (len(data), 1), (len(data) + 5000, 1)):
                 with pytest.raises(EOFError):

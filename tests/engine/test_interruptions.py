@@ -20,6 +20,7 @@ from support.tables import (
     BLOCK,
     KINDS,
     Bytes,
+    Kind,
     digests,
     found_digests,
     mappings,
@@ -55,7 +56,7 @@ def handling(number: int, handler: object) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ctrl_c_ends_a_run_within_a_moment_and_leaves_nothing_running(kind: str, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_run_within_a_moment_and_leaves_nothing_running(kind: Kind, tmp_path: Path) -> None:
     data = filled(2000 * BLOCK)
     jobs, extents = tables(data)
     before = open_descriptors(), threads()
@@ -79,7 +80,7 @@ def test_ctrl_c_ends_a_run_within_a_moment_and_leaves_nothing_running(kind: str,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_handler_or_progress_that_raises_cancels_the_run(kind: str, tmp_path: Path) -> None:
+def test_a_handler_or_progress_that_raises_cancels_the_run(kind: Kind, tmp_path: Path) -> None:
     data = filled(2000 * BLOCK)
     jobs, extents = tables(data)
 
@@ -102,7 +103,7 @@ def test_a_handler_or_progress_that_raises_cancels_the_run(kind: str, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_timer_every_millisecond_has_no_effect(kind: str, tmp_path: Path) -> None:
+def test_a_timer_every_millisecond_has_no_effect(kind: Kind, tmp_path: Path) -> None:
     data = filled(1500 * BLOCK)
     rings = 0
 
@@ -128,7 +129,7 @@ def test_a_timer_every_millisecond_has_no_effect(kind: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_descriptors_threads_and_mappings_stay_flat_over_many_runs_good_and_bad(
-    kind: str, tmp_path: Path
+    kind: Kind, tmp_path: Path
 ) -> None:
     data = filled(40 * BLOCK)
     jobs, extents = tables(data)
@@ -153,14 +154,14 @@ def test_descriptors_threads_and_mappings_stay_flat_over_many_runs_good_and_bad(
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_child_forked_in_the_middle_of_a_run_disturbs_nothing_and_can_run_itself(
-    kind: str, tmp_path: Path
+    kind: Kind, tmp_path: Path
 ) -> None:
     data = filled(300 * BLOCK)
     jobs, extents = tables(data)
     small_jobs, small_extents = tables(data[: 10 * BLOCK])
     (tmp_path / "child").mkdir()
     io = Io(kind, faults=[Fault("any", "short", count=0, value=16384)])
-    children = []
+    children: list[int] = []
 
     def fork(done: int) -> None:
         if len(children) >= 3:
@@ -188,7 +189,7 @@ def test_a_child_forked_in_the_middle_of_a_run_disturbs_nothing_and_can_run_itse
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_threads_may_run_at_once(kind: str, tmp_path: Path) -> None:
+def test_many_threads_may_run_at_once(kind: Kind, tmp_path: Path) -> None:
     data = filled(20 * BLOCK)
     wrong: list[object] = []
     io = Io(kind)

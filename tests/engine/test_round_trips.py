@@ -18,9 +18,23 @@ from striate import _engine
 from striate._engine import ALIGN, JOB_CHECKSUM, JOB_STABLE, File, Io
 from support.contents import cycling
 from support.loop_drives import LoopDrive
-from support.tables import BLOCK, KINDS, Bytes, digests, found_digests, memory, opened, tables
+from support.tables import BLOCK, KINDS, Bytes, Kind, digests, found_digests, memory, opened, tables
 
-SIZES = [1, 511, 512, 513, 4095, 4096, 4097, BLOCK - 1, BLOCK, BLOCK + 1, 7 * BLOCK - 1, 7 * BLOCK, 7 * BLOCK + 1]
+SIZES = [
+    1,
+    511,
+    512,
+    513,
+    4095,
+    4096,
+    4097,
+    BLOCK - 1,
+    BLOCK,
+    BLOCK + 1,
+    7 * BLOCK - 1,
+    7 * BLOCK,
+    7 * BLOCK + 1,
+]
 ALIGNMENTS = [*range(65), 127, 511, 512, 513, 1024, 4095]
 
 
@@ -39,7 +53,9 @@ def filled(length: int, *, misalign: int = 0, start: int = 0) -> Bytes:
     return data
 
 
-def write(io: Io, file: File, data: Bytes, *, cuts: tuple[int, ...] = (), flags: int = JOB_CHECKSUM) -> _engine.Stats:
+def write(
+    io: Io, file: File, data: Bytes, *, cuts: tuple[int, ...] = (), flags: int = JOB_CHECKSUM
+) -> _engine.Stats:
     """Writes all of data and holds what comes back against an independent checksum."""
     jobs, extents = tables(data, cuts=cuts, flags=flags)
     results, stats = io.run("write", [file], jobs, extents)
@@ -64,7 +80,7 @@ def read(io: Io, file: File, data: Bytes, wanted: Bytes, *, cuts: tuple[int, ...
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_edge_of_size_comes_back_and_is_padded_with_zeros(
-    kind: str, direct: bool, stable: bool, folder: Path
+    kind: Kind, direct: bool, stable: bool, folder: Path
 ) -> None:
     io = Io(kind)
     for size in SIZES:
@@ -80,7 +96,7 @@ def test_every_edge_of_size_comes_back_and_is_padded_with_zeros(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_memory_of_any_alignment_is_a_source_and_a_target(kind: str, tmp_path: Path) -> None:
+def test_memory_of_any_alignment_is_a_source_and_a_target(kind: Kind, tmp_path: Path) -> None:
     io = Io(kind)
     size = 3 * BLOCK + 4096 + 100
     with opened(io, tmp_path) as file:
@@ -95,7 +111,7 @@ def test_memory_of_any_alignment_is_a_source_and_a_target(kind: str, tmp_path: P
 @given(data=st.data())
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_split_into_extents_is_the_same_bytes(
-    kind: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+    kind: Kind, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     size = data.draw(st.integers(1, 5 * BLOCK))
     place = st.integers(0, size)
@@ -112,7 +128,7 @@ def test_any_split_into_extents_is_the_same_bytes(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bytes_without_an_address_are_checked_and_dropped(kind: str, tmp_path: Path) -> None:
+def test_bytes_without_an_address_are_checked_and_dropped(kind: Kind, tmp_path: Path) -> None:
     io = Io(kind)
     data = filled(4 * BLOCK)
     with opened(io, tmp_path) as file:
@@ -132,14 +148,14 @@ def test_bytes_without_an_address_are_checked_and_dropped(kind: str, tmp_path: P
         page = memory(ALIGN)
         page[:] = data[:ALIGN]
         page[50] ^= 1  # inside the first hole
-        os.pwrite(file.fd, page, 0)
+        os.pwrite(file.fd, page.data, 0)
         with pytest.raises(_engine.RunError) as caught:
             io.run("read", [file], jobs, extents)
         assert (caught.value.code, caught.value.job) == (_engine.ECORRUPT, 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_memory_that_fits_and_cannot_change_goes_to_the_drive_uncopied(kind: str, tmp_path: Path) -> None:
+def test_memory_that_fits_and_cannot_change_goes_to_the_drive_uncopied(kind: Kind, tmp_path: Path) -> None:
     io = Io(kind)
     size = 8 * BLOCK + 100
     data = filled(size)
@@ -162,7 +178,7 @@ def test_memory_that_fits_and_cannot_change_goes_to_the_drive_uncopied(kind: str
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_source_that_changes_under_the_write_still_leaves_bytes_that_match_their_checksum(
-    kind: str, tmp_path: Path
+    kind: Kind, tmp_path: Path
 ) -> None:
     io = Io(kind)
     data = filled(64 * BLOCK)
@@ -190,14 +206,17 @@ def test_a_source_that_changes_under_the_write_still_leaves_bytes_that_match_the
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_run_reaches_many_files_each_with_its_own_alignment(
-    kind: str, tmp_path: Path, make_loop_drives: Callable[..., list[LoopDrive]]
+    kind: Kind, tmp_path: Path, make_loop_drives: Callable[..., list[LoopDrive]]
 ) -> None:
     coarse = make_loop_drives(1, size_bytes=64 << 20, sector_bytes=4096)[0].path
     io = Io(kind)
     data = filled(6 * BLOCK + 512 + 7, misalign=512)
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as shm, opened(io, tmp_path) as fine, opened(
-        io, coarse
-    ) as coarse_file, opened(io, Path(shm), direct=False) as buffered:
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as shm,
+        opened(io, tmp_path) as fine,
+        opened(io, coarse) as coarse_file,
+        opened(io, Path(shm), direct=False) as buffered,
+    ):
         files = [fine, coarse_file, buffered]
         # 1 KiB pieces suit 512-byte sectors and not 4096-byte ones.
         tablets = [
@@ -224,7 +243,7 @@ def test_one_run_reaches_many_files_each_with_its_own_alignment(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_slots_never_pass_the_budget(kind: str, tmp_path: Path) -> None:
+def test_slots_never_pass_the_budget(kind: Kind, tmp_path: Path) -> None:
     io = Io(kind)
     data = filled(100 * BLOCK, misalign=64)
     jobs, extents = tables(data)
@@ -240,7 +259,7 @@ def test_slots_never_pass_the_budget(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_of_nothing_is_done_at_once(kind: str, tmp_path: Path) -> None:
+def test_a_run_of_nothing_is_done_at_once(kind: Kind, tmp_path: Path) -> None:
     io = Io(kind)
     jobs, extents = tables(memory(1))
     told: list[int] = []
@@ -250,7 +269,7 @@ def test_a_run_of_nothing_is_done_at_once(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_without_a_checksum_are_moved_and_not_judged(kind: str, tmp_path: Path) -> None:
+def test_blocks_without_a_checksum_are_moved_and_not_judged(kind: Kind, tmp_path: Path) -> None:
     io = Io(kind)
     data = filled(3 * BLOCK + 1)
     with opened(io, tmp_path) as file:
@@ -266,7 +285,7 @@ def test_blocks_without_a_checksum_are_moved_and_not_judged(kind: str, tmp_path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_progress_rises_to_the_whole(kind: str, tmp_path: Path) -> None:
+def test_progress_rises_to_the_whole(kind: Kind, tmp_path: Path) -> None:
     io = Io(kind)
     data = filled(64 * BLOCK)
     told: list[int] = []
@@ -282,7 +301,7 @@ def test_progress_rises_to_the_whole(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_million_small_extents_are_one_run(kind: str, tmp_path: Path) -> None:
+def test_a_million_small_extents_are_one_run(kind: Kind, tmp_path: Path) -> None:
     io = Io(kind)
     size = 1_000_000 * 24
     data = filled(size)

@@ -7,6 +7,7 @@ import mmap
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import xxhash
@@ -15,7 +16,8 @@ from numpy.typing import NDArray
 from striate import _engine
 from striate._engine import ALIGN, EXTENT_DTYPE, JOB_CHECKSUM, JOB_DTYPE, File, Io
 
-KINDS = ("uring", "posix")
+Kind = Literal["uring", "posix"]
+KINDS: tuple[Kind, ...] = ("uring", "posix")
 BLOCK = 64 << 10  # small, so that a test has many blocks in a few megabytes
 
 Bytes = NDArray[np.uint8]
