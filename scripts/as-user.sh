@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
 # as-user.sh COMMAND ARGS...: runs a command in this checkout as an ordinary user with the default limits.
 #
-# Root becomes "nobody". Where nobody may not enter a folder above the checkout
-# (a clone in /root), the checkout is mounted under /tmp in a mount namespace of
-# this command's own: virtual environments work from any path.
+# Root becomes "nobody". Where nobody may not enter the checkout or a folder above it (a clone in /root), what is in it
+# is mounted under /tmp in a mount namespace of this command's own: virtual environments work from any path.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -19,13 +18,20 @@ drop=(setpriv --reuid nobody --regid nogroup --clear-groups --inh-caps=-all --bo
 environment=(env "HOME=$home" "TMPDIR=$home/tmp" "HYPOTHESIS_STORAGE_DIRECTORY=$home/hypothesis"
 	PYTHONDONTWRITEBYTECODE=1)
 
-if "${drop[@]}" test -r . -a -r "$PWD/Makefile"; then
+if "${drop[@]}" test -r . -a -x . -a -r "$PWD/Makefile" 2>/dev/null; then
 	"${drop[@]}" "${environment[@]}" "$@"
 else
-	echo "nobody cannot enter $PWD: mounted at $home/checkout for this command"
+	# Entry by entry: the checkout's own folder may be closed too.
+	echo "nobody cannot enter $PWD: its entries are mounted in $home/checkout for this command"
 	unshare --mount --propagation private bash -euo pipefail -c '
-		mount --bind "$1" "$2"
-		cd "$2"
+		shopt -s dotglob
+		checkout=$1
+		for entry in "$2"/*; do
+			at=$checkout/${entry##*/}
+			if [[ -d $entry ]]; then mkdir "$at"; else : >"$at"; fi
+			mount --bind "$entry" "$at"
+		done
+		cd "$checkout"
 		shift 2
-		"$@"' as-user "$PWD" "$home/checkout" "${drop[@]}" "${environment[@]}" "$@"
+		"$@"' as-user "$home/checkout" "$PWD" "${drop[@]}" "${environment[@]}" "$@"
 fi

@@ -9,7 +9,7 @@ venv=$1
 shift
 
 site=build/asan-site
-if [[ ! -e $site/stamp || -n $(find pyproject.toml CMakeLists.txt src native -newer "$site/stamp" -type f -print -quit) ]]; then
+if [[ ! -e $site/stamp || -n $(find pyproject.toml CMakeLists.txt src native -newer "$site/stamp" -type f ! -name '*.so' ! -name '*.pyc' -print -quit) ]]; then
 	rm -rf "$site" build/asan-wheel
 	"$venv/bin/python" -m pip --disable-pip-version-check -qq wheel --no-deps --wheel-dir build/asan-wheel \
 		--config-settings=build-dir=build/asan-module --config-settings=cmake.define.STRIATE_SANITIZE=address \
