@@ -56,6 +56,10 @@ class _NotOurs(RescueError):
     """A safetensors file, but not one of striate's: there is nothing to check it by."""
 
 
+class _Newer(RescueError):
+    """A later version of the format: not damaged, but not known here."""
+
+
 class _HeaderDamaged(RescueError):
     """The header's checksum does not fit."""
 
@@ -289,7 +293,9 @@ def _parse_ours(header: _Header) -> None:
     decimal = "0|[1-9][0-9]{0,18}"
     version = int(_text(metadata, "striate.version", decimal))
     if version > VERSION:
-        _refuse(f"it has version {version} of the format, and this program knows {VERSION}: take a newer one")
+        raise _Newer(
+            f"it has version {version} of the format, and this program knows {VERSION}: take a newer one"
+        )
     if version == 0 or len(header.raw) % ALIGN:
         _refuse("its version is 0, or its header has a wrong length")
     header.uuid = bytes.fromhex(_text(metadata, "striate.uuid", "[0-9a-f]{32}"))
@@ -692,7 +698,7 @@ def _rescue(paths: Sequence[str], output: str | None, *, partial: bool, force: b
             _check_output(paths, output, force=force)
         try:
             header, remarks = _first_header(paths, files, despite_damage=partial)
-        except _NotOurs as e:
+        except (_NotOurs, _Newer) as e:
             _say(f"error: {e}")
             return EXIT_FAILED
         except RescueError as e:

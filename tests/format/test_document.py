@@ -95,7 +95,7 @@ def test_the_hexdump_is_that_of_the_tool() -> None:
 
 def test_the_rescue_reader_stands_alone() -> None:
     imported = set()
-    for node in ast.walk(ast.parse((ROOT / "src/striate/rescue.py").read_text())):
+    for node in ast.walk(ast.parse(Path(rescue.__file__).read_text())):
         if isinstance(node, ast.Import):
             imported |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

@@ -265,6 +265,14 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, capsys: pytest.Capture
         path.write_bytes(content)
         assert run(path, "-o", tmp_path / "out") == code
         assert str(path) in capsys.readouterr().err
+    newer = (
+        (GOLDEN / "flat.safetensors").read_bytes().replace(b'"striate.version":"1"', b'"striate.version":"2"')
+    )
+    at = newer.index(b'"striate.checksum":"') + 20
+    header = newer[:at] + b"0" * 32 + newer[at + 32 : header_bytes(newer)]
+    path.write_bytes(newer[:at] + xxhash.xxh3_128_hexdigest(header).encode() + newer[at + 32 :])
+    assert run(path) == 1
+    assert "take a newer one" in capsys.readouterr().err
     assert run(tmp_path / "missing") == 1
     assert run(tmp_path) == 1
     assert left_in(tmp_path) == {"x"}
