@@ -179,7 +179,10 @@ def check_target(place: Place) -> None:
     if place.existing is not None:
         if not os.access(target, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
             raise drive_error(
-                errno.EACCES, "save", path=place.path, state=f"{state} The earlier file is intact."
+                _why_not_writable(target),
+                "save",
+                path=place.path,
+                state=f"{state} The earlier {display(place.name)} is intact.",
             )
         return
     limit = os.pathconf(place.directory, "PC_NAME_MAX")
@@ -191,6 +194,15 @@ def check_target(place: Place) -> None:
             state=state,
             advice=f"Use a name of at most {limit} bytes; this one has {len(place.name)}.",
         )
+
+
+def _why_not_writable(target: bytes) -> int:
+    """access(2) only says no; a read-only file system and an immutable file want other remedies than a wrong mode."""
+    try:
+        os.close(os.open(target, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    except OSError as e:
+        return e.errno or errno.EACCES
+    return errno.EACCES
 
 
 def seen_sequence(place: Place, engine: Engine) -> int:
