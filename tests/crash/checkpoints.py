@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.contents import cycling
-from support.same import differences
 
 import striate
+from support.contents import cycling
+from support.same import differences
 
 NAME = "step.striate"
 CHUNK_BYTES = 4096

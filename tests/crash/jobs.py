@@ -265,3 +265,45 @@ def leave_a_child_alive(pipe: Pipe, path: str, engine: str, data_bytes: int) -> 
         os._exit(1)
 
     striate.save(made, path, engine=engine, chunk_bytes=4096, progress=progress)  # type: ignore[arg-type]
+
+
+def traced_save(pipe: Pipe, path: str, engine: str) -> None:
+    """Saves once when told, and sends what the engine recorded."""
+    io = Io(engine, trace=True)  # type: ignore[arg-type]
+    made = state(2)
+    pipe.send(os.getpid())
+    pipe.recv()
+    striate.save(made, path, engine=io, chunk_bytes=4096)
+    pipe.send([(entry.op, entry.name, entry.to, entry.offset, entry.length) for entry in io.traces()])
+    pipe.recv()
+
+
+def save_from_a_truncated_file(
+    pipe: Pipe, path: str, engine: str, source: str, frozen: bool, while_saving: bool
+) -> None:
+    """The tensor maps a file that is cut to half: before the save, or again and again while it runs."""
+    mapped = torch.from_file(source, shared=True, size=os.path.getsize(source), dtype=torch.uint8)
+    size = os.path.getsize(source)
+    stop = threading.Event()
+
+    def cut_and_grow() -> None:
+        while not stop.is_set():
+            os.truncate(source, size // 2)
+            os.truncate(source, size)
+
+    cutter = threading.Thread(target=cut_and_grow)
+    if while_saving:
+        cutter.start()
+    else:
+        os.truncate(source, size // 2)
+    outcomes: list[Any] = []
+    for _ in range(10 if while_saving else 1):
+        try:
+            striate.save({"mapped": mapped}, path, engine=engine, chunk_bytes=65536, frozen=frozen)  # type: ignore[arg-type]
+            outcomes.append("saved")
+        except striate.DriveError as e:
+            outcomes.append((e.errno, e.filename, str(e), beside(path)))
+    stop.set()
+    if while_saving:
+        cutter.join()
+    pipe.send((outcomes, striate.verify(path).ok))

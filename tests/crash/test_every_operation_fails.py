@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from crash.checkpoints import NAME, beside, descriptors, require_alone, save, version_at, version_of
-from support.same import same
 
 import striate
 from striate._engine import Fault, Io, Trace
+from support.same import same
 
 OLD, NEW, NEXT = 1, 2, 3
 ERRNOS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EINTR, errno.EAGAIN)
@@ -238,12 +238,6 @@ def test_transfers_that_are_interrupted_are_asked_for_again(
 
 # ---- loads -------------------------------------------------------------------
 
-READERS: dict[str, Callable[[Path, Any], Any]] = {
-    "load": lambda path, engine: version_of(striate.load(path, engine=engine)),
-    "load_into": lambda path, engine: _loaded_into(path, engine),
-    "load_tensors": lambda path, engine: _loaded_tensors(path, engine),
-}
-
 
 def _loaded_into(path: Path, engine: Any) -> int:
     target = striate.load(path, engine="posix")
@@ -264,6 +258,13 @@ def _loaded_tensors(path: Path, engine: Any) -> int:
     return version_of(whole)
 
 
+READERS: dict[str, Callable[[Path, Any], int]] = {
+    "load": lambda path, engine: version_of(striate.load(path, engine=engine)),
+    "load_into": _loaded_into,
+    "load_tensors": _loaded_tensors,
+}
+
+
 @pytest.mark.parametrize("code", ERRNOS, ids=[errno.errorcode[code] for code in ERRNOS])
 @pytest.mark.parametrize("reader", READERS)
 def test_a_load_whose_operations_fail_in_turn_raises_or_gives_the_right_data(
@@ -280,15 +281,17 @@ def test_a_load_whose_operations_fail_in_turn_raises_or_gives_the_right_data(
     for nth in range(len(operations)):
         io = faulty(engine_name, Fault("any", nth=nth, value=code))
         before = descriptors()
+        error = None
         try:
             assert read(path, io) == NEW, f"operation {nth}"
-        except striate.DriveError as error:
+        except striate.DriveError as e:
+            error = e
+        assert descriptors() == before, f"operation {nth}"
+        if error is not None:
             failed = io.traces()[nth]
             check_error(error, path, code)
-            if failed.op == "read":
-                assert error.offset is not None
+            assert (error.offset is not None) == (failed.op == "read")
             raised.append(failed.op)
-        assert descriptors() == before, f"operation {nth}"
     assert "close" not in raised
     assert "open" in raised
     assert raised.count("read") == (0 if code in RETRIED else operations.count("read"))
