@@ -22,11 +22,13 @@ import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from .errors import FormatError, StriateError, UnsafePickle
 
@@ -42,6 +44,7 @@ __all__ = [
     "loads",
     "plain_tensor",
     "scan",
+    "storages_named",
     "tensor_paths",
 ]
 
@@ -66,7 +69,9 @@ _FOREIGN_CODES = {
     "U64": "uint64",
     "C64": "complex64",
     "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
 }
 
@@ -88,6 +93,10 @@ _RESERVED_NAME = "__metadata__"
 # A container that is shared is walked once for each path to it, but no more often than
 # this: twenty levels of [x, x] have a million paths.
 _VISITS_MAX = 16
+
+# Containers nested deeper than this have no paths, whose lengths would add up to a square. Pickling them fails
+# unless sys.setrecursionlimit was raised.
+_PATH_DEPTH_MAX = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +208,7 @@ def tensor_paths(obj: object) -> Iterator[tuple[str, Tensor]]:
                     yield path, value  # type: ignore[misc]
                 continue
             inner = _children(value)
-            if inner is None or id(value) in open_ids:
+            if inner is None or id(value) in open_ids or len(stack) == _PATH_DEPTH_MAX:
                 continue
             count = visits.get(id(value), 0)
             if count == _VISITS_MAX:
@@ -723,12 +732,28 @@ def is_standard(pickle: bytes) -> bool:
     """Does rebuilding this graph leave the values of its tensors unread?
 
     Then it may be rebuilt around tensors whose bytes come later. False for sparse tensors, whose invariants are
-    checked, for quantized ones, whose scales are read, for subclasses and for every class of the user's. The graph must have passed ``scan``.
+    checked, for quantized ones, whose scales are read, for subclasses and for every class of the user's.
+    The graph must have passed ``scan``.
     """
     try:
         return all(_STANDARD(instruction) for instruction in _walk(pickle, {}, 0, all_calls=True))
     except (IndexError, ValueError):
         return False
+
+
+_DECIMAL_TEXT = re.compile(rb"X([\x01-\x13])\0\0\0([0-9]+)|\x8c([\x01-\x13])([0-9]+)")
+
+
+def storages_named(pickle: bytes) -> set[int]:
+    """Rows that the graph may name as storages (of views, ties, parameters), not only as plain tensors.
+
+    All rows whose number stands anywhere in the graph as text: a few too many, never one too few.
+    """
+    found: set[int] = set()
+    for match in _DECIMAL_TEXT.finditer(pickle):
+        length, digits = match[1] or match[3], match[2] or match[4]
+        found.add(int(digits[: length[0]]))
+    return found
 
 
 @functools.cache
@@ -913,6 +938,7 @@ class _Loader:
         self.typed: dict[tuple[int, torch.dtype], Any] = {}
         self.forms: dict[tuple[str, tuple[int, ...]], tuple[int, torch.dtype]] = {}
         self.makers: dict[tuple[torch.dtype, torch.device], Callable[[], Tensor]] = {}
+        self.sizes: dict[int, int] = {}  # bytes of the storages that torch's rebuild has been given
         self.fake = torch._guards.detect_fake_mode(None) is not None
 
     def form(self, plain: Plain) -> tuple[int, torch.dtype]:
@@ -1010,7 +1036,16 @@ class _Loader:
             raise FormatError(
                 f"the object graph is damaged: {_brief(numel)} items of {dtype} in the {nbytes} bytes of storage {n}"
             )
+        self.sizes[n] = nbytes
         return self.typed_storage(n, dtype)
+
+    def check_sizes(self) -> None:
+        """A view that lies beyond its storage makes torch grow it, by whatever was in memory there."""
+        for n, nbytes in self.sizes.items():
+            if self.storages[n].nbytes() > nbytes:
+                raise FormatError(
+                    f"the object graph is damaged: a view lies beyond the {nbytes} bytes of storage {n}"
+                )
 
 
 def plain_tensor(plain: Plain | None, storage: torch.UntypedStorage) -> Tensor:
@@ -1027,36 +1062,66 @@ def _brief(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-# Failures of the unpickler itself (an empty stack, a missing memo entry, a wrong argument) mean that the graph is
-# damaged. The same exceptions from a class that the user allowed are that class's own, and pass.
+# Failures of the unpickler itself (an empty stack, a missing memo entry) and of the few functions of torch that it
+# calls with whatever the graph says mean that the graph is damaged. The same exceptions out of a class that the user
+# allowed are that class's own, and pass.
 _GARBAGE = (
     ArithmeticError,
     AssertionError,
     AttributeError,
     EOFError,
     LookupError,
+    NotImplementedError,
     TypeError,
     ValueError,
     struct.error,
 )
 
 
-_SETS_STORAGE = ("_rebuild_tensor", "_rebuild_qtensor")
+@functools.cache
+def _rebuilding_files() -> frozenset[str]:
+    modules = (
+        torch._utils,
+        torch._tensor,
+        torch.nn.parameter,
+        torch.serialization,
+        torch.storage,
+        _private(),
+    )
+    return frozenset(str(module.__file__) for module in modules)
 
 
-def _is_garbage(error: BaseException, module: Any) -> bool:
-    trace = error.__traceback__
-    if trace is None:
+def _is_garbage(error: Exception) -> bool:
+    if not isinstance(error, _GARBAGE) and type(error) is not RuntimeError:
         return False
-    while trace.tb_next is not None:
+    trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    calls = []
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename not in _rebuilding_files():
+            return False
+        calls.append(trace.tb_frame.f_code.co_name)
         trace = trace.tb_next
-    code = trace.tb_frame.f_code
-    if code.co_filename == module.__file__:
-        return isinstance(error, _GARBAGE)
-    if code.co_filename == torch._utils.__file__ and code.co_name.startswith(_SETS_STORAGE):
-        # Out of memory is a RuntimeError too, and no fault of the graph.
-        return isinstance(error, _GARBAGE) or type(error) is RuntimeError
-    return False
+    if any(call.startswith("_rebuild_device_tensor") for call in calls):
+        return False  # a tensor that goes to its device by itself fails if the device does
+    # Of torch's functions, those that set a strided tensor's storage need memory only if its view lies beyond it.
+    return "allocate" not in str(error) or any(call.startswith("_rebuild_tensor") for call in calls)
+
+
+class _KeepDevices(TorchFunctionMode):
+    """Sparse tensors stay on the device of their indices: torch's rebuild would ask the default device."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.sparse_coo_tensor, torch.sparse_compressed_tensor) and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": args[0].device}
+        return func(*args, **kwargs)
+
+
+def _devices_kept() -> AbstractContextManager[object]:
+    # A mode makes every call of torch slower: only where a default device is set.
+    return nullcontext() if torch.get_default_device().type == "cpu" else _KeepDevices()
 
 
 def loads(
@@ -1098,9 +1163,11 @@ def loads(
             if len(result) != len(names):
                 raise FormatError("the checkpoint has two tensors of one name")
         elif weights_only:
-            result = _loads_restricted(pickle, loader, module, pickle_load_args)
+            with _devices_kept():
+                result = _loads_restricted(pickle, loader, module, pickle_load_args)
         else:
-            result = _loads_unrestricted(pickle, loader, pickle_module or _pickle, pickle_load_args)
+            with _devices_kept():
+                result = _loads_unrestricted(pickle, loader, pickle_module or _pickle, pickle_load_args)
         torch._utils._validate_loaded_sparse_tensors()
         return result
     finally:
@@ -1114,13 +1181,17 @@ def _loads_restricted(pickle: bytes, loader: _Loader, module: Any, load_args: di
     unpickler = module.Unpickler(io.BytesIO(pickle), **load_args)
     unpickler.persistent_load = loader.persistent_load
     try:
-        return unpickler.load()
+        result = unpickler.load()
     except _pickle.UnpicklingError as error:
         raise UnsafePickle(f"Weights only load failed. {error}") from None
+    except StriateError:
+        raise
     except Exception as error:
-        if not isinstance(error, StriateError) and _is_garbage(error, module):
+        if _is_garbage(error):
             raise FormatError(f"the object graph is damaged: {type(error).__name__}: {error}") from error
         raise
+    loader.check_sizes()
+    return result
 
 
 def _loads_unrestricted(pickle: bytes, loader: _Loader, pickle_module: Any, load_args: dict[str, Any]) -> Any:
