@@ -348,7 +348,7 @@ def write_plain(source: Source, place: Place, engine: Engine, *, progress: Progr
     earlier = _earlier(place)
     dirfd = open_directory(place, earlier)
     try:
-        sweep(dirfd, engine)
+        some_locked = sweep(dirfd, engine)
         temporary = _Temporary(engine, dirfd, place, earlier)
         try:
             temporary.create(source.generation.uuid)
@@ -367,6 +367,10 @@ def write_plain(source: Source, place: Place, engine: Engine, *, progress: Progr
         finally:
             temporary.abort()
         _sync_directory(dirfd, place, engine)
+        if some_locked:
+            # A ring keeps the files of its last transfers open, and so locked,
+            # for some 50 ms after its process was killed.
+            sweep(dirfd, engine)
     finally:
         os.close(dirfd)
 
@@ -447,15 +451,24 @@ def _run_write(
         ) from e
 
 
-def sweep(dirfd: int, engine: Engine) -> None:
-    """Removes temporaries whose owner died: their lock is free. Never fails a save: what cannot be removed stays."""
+def sweep(dirfd: int, engine: Engine) -> bool:
+    """Removes temporaries whose owner died: their lock is free. True if there are others, whose lock is held.
+
+    Never fails a save: what cannot be removed stays.
+    """
     try:
         names = [os.fsencode(name) for name in os.listdir(dirfd)]
     except OSError:
-        return
+        return False
+    some_locked = False
     for name in filter(is_temporary_name, names):
-        with contextlib.suppress(OSError):
+        try:
             _sweep_one(dirfd, name, engine)
+        except BlockingIOError:
+            some_locked = True
+        except OSError:
+            continue
+    return some_locked
 
 
 def _sweep_one(dirfd: int, name: bytes, engine: Engine) -> None:
