@@ -101,7 +101,12 @@ class Member:
         assert self._manifest is not None
         return self._manifest
 
-    def __enter__(self) -> Member:  # noqa: PYI034 - Self needs Python 3.11
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return os.path.basename(self.path)
+
+    def __enter__(self) -> Member:
         return self
 
     def __exit__(self, *exc: object) -> None:

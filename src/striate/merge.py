@@ -5,7 +5,7 @@ Two steps: ``plan`` compares and raises before anything changes, ``apply`` copie
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ __all__ = ["Merge"]
 
 
 class Merge:
-    """A target (nested dicts and lists) and what is to be done to it."""
+    """A target (nested dicts, lists and tuples) and what is to be done to it."""
 
     def __init__(self, state: Any, *, strict: bool, allow_narrowing: bool) -> None:
         self.state = state
@@ -26,17 +26,31 @@ class Merge:
         self.targets: dict[str, torch.Tensor] = {}
         for name, tensor in graph.tensor_paths(state):
             self.targets.setdefault(name, tensor)
+        self._result = state
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._settings: list[tuple[Any, Any, Any]] = []
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._mismatched: list[str] = []
         self._in_place: set[int] = set()
+        self._met: set[int] = set()
+        self._open: set[tuple[int, int]] = set()
 
-    def plan(self, loaded: Any, in_place: Mapping[str, torch.Tensor]) -> None:
-        """Compares; ``in_place`` are targets whose bytes come by themselves. Raises LoadMismatch."""
-        self._in_place = {id(target) for target in in_place.values()}
-        self._compare("", self.state, loaded)
+    def plan(self, loaded: Any, in_place: Iterable[torch.Tensor] = ()) -> None:
+        """Compares. ``in_place``: targets that stand in ``loaded`` themselves, their bytes still to come.
+
+        Raises LoadMismatch.
+        """
+        self._in_place = {id(target) for target in in_place}
+        self._met.clear()
+        for rows in (self._copies, self._settings, self._missing, self._unexpected, self._mismatched):
+            rows.clear()
+        if isinstance(loaded, dict) == isinstance(self.state, dict) and isinstance(
+            loaded, (dict, list, tuple)
+        ):
+            self._result = self._merged("", self.state, loaded)
+        else:
+            self._mismatched.append(_kinds("", self.state, loaded))
         refused = list(self._mismatched)
         if self.strict:
             refused += [f"{name} is missing in the checkpoint" for name in self._missing]
@@ -51,46 +65,76 @@ class Merge:
                 mismatched=self._mismatched,
             )
 
-    def apply(self) -> None:
+    @property
+    def in_place_fits(self) -> bool:
+        """After ``plan``: was each of ``in_place`` met at its own place, so that its bytes may come?"""
+        return self._met == self._in_place
+
+    def apply(self) -> Any:
+        """Copies and sets. The target, or, if that is a tuple with plain values in it, the tuple in its place."""
         with torch.no_grad():
             for target, loaded in self._copies:
                 target.copy_(loaded)
         for container, key, value in self._settings:
             container[key] = value
+        return self._result
 
-    def _compare(self, path: str, target: Any, loaded: Any) -> None:
+    def _merged(self, name: str, there: Any, here: Any) -> Any:
+        """What is to stand in the place of ``there``: itself where it is filled, the loaded value where it is plain."""
         # Containers inside one another can be as deep as the pickle allows,
         # which is below Python's own recursion limit.
-        for key, there, here, name in self._pairs(path, target, loaded):
-            if isinstance(there, torch.Tensor) and isinstance(here, torch.Tensor):
-                self._compare_tensors(name, there, here)
-            elif isinstance(there, torch.Tensor) != isinstance(here, torch.Tensor):
-                self._mismatched.append(f"{name} is a tensor on one side only")
-            elif _both(dict, there, here) or _both((list, tuple), there, here):
-                self._compare(name, there, here)
-            elif isinstance(target, (dict, list)):
-                self._settings.append((target, key, here))
+        if isinstance(there, torch.Tensor) and isinstance(here, torch.Tensor):
+            self._merge_tensors(name, there, here)
+            return there
+        pair = (id(there), id(here))
+        if pair in self._open:
+            return there  # a container that contains itself
+        self._open.add(pair)
+        try:
+            if isinstance(there, dict) and isinstance(here, dict):
+                self._merge_dicts(name, there, here)
+                return there
+            if not _holds_tensors(there) and not _holds_tensors(here):
+                if isinstance(there, list) and isinstance(here, list):
+                    self._settings.append((there, slice(None), here))
+                    return there
+                return here
+            if isinstance(there, (list, tuple)) and isinstance(here, (list, tuple)):
+                return self._merged_sequence(name, there, here)
+            self._mismatched.append(_kinds(name, there, here))
+            return there
+        finally:
+            self._open.discard(pair)
 
-    def _pairs(self, path: str, target: Any, loaded: Any) -> Iterator[tuple[Any, Any, Any, str]]:
-        if isinstance(target, dict) and isinstance(loaded, dict):
-            self._missing += [_joined(path, key) for key in target if key not in loaded]
-            self._unexpected += [_joined(path, key) for key in loaded if key not in target]
-            for key, there in target.items():
-                if key in loaded:
-                    yield key, there, loaded[key], _joined(path, key)
-        elif isinstance(target, (list, tuple)) and isinstance(loaded, (list, tuple)):
-            shorter = min(len(target), len(loaded))
-            self._missing += [_joined(path, n) for n in range(shorter, len(target))]
-            self._unexpected += [_joined(path, n) for n in range(shorter, len(loaded))]
-            for n in range(shorter):
-                yield n, target[n], loaded[n], _joined(path, n)
-        else:
+    def _merge_dicts(self, name: str, there: dict[Any, Any], here: dict[Any, Any]) -> None:
+        self._missing += [_joined(name, key) for key in there if key not in here]
+        self._unexpected += [_joined(name, key) for key in here if key not in there]
+        for key, value in there.items():
+            if key in here:
+                merged = self._merged(_joined(name, key), value, here[key])
+                if merged is not value:
+                    self._settings.append((there, key, merged))
+
+    def _merged_sequence(self, name: str, there: Any, here: Any) -> Any:
+        shorter = min(len(there), len(here))
+        self._missing += [_joined(name, n) for n in range(shorter, len(there))]
+        self._unexpected += [_joined(name, n) for n in range(shorter, len(here))]
+        merged = [self._merged(_joined(name, n), there[n], here[n]) for n in range(shorter)]
+        changed = [n for n in range(shorter) if merged[n] is not there[n]]
+        if isinstance(there, list):
+            self._settings += [(there, n, merged[n]) for n in changed]
+            return there
+        if not changed:
+            return there
+        merged += there[shorter:]
+        return type(there)(*merged) if hasattr(there, "_fields") else type(there)(merged)
+
+    def _merge_tensors(self, name: str, target: torch.Tensor, loaded: torch.Tensor) -> None:
+        if target.device.type == "meta":
             self._mismatched.append(
-                f"{path or 'the whole'} is a {type(loaded).__name__} there and a {type(target).__name__} here"
+                f"{name} is on the meta device here and has no memory (to_empty() gives it some)"
             )
-
-    def _compare_tensors(self, name: str, target: torch.Tensor, loaded: torch.Tensor) -> None:
-        if target.shape != loaded.shape:
+        elif target.shape != loaded.shape:
             self._mismatched.append(
                 f"{name} has shape {tuple(loaded.shape)} there, {tuple(target.shape)} here"
             )
@@ -98,12 +142,36 @@ class Merge:
             self._mismatched.append(
                 f"{name} is {loaded.dtype} there, and {target.dtype} would lose precision"
             )
-        elif id(target) not in self._in_place:
+        elif id(target) in self._in_place and _is_same_memory(target, loaded):
+            self._met.add(id(target))
+        else:
             self._copies.append((target, loaded))
 
 
-def _both(kind: type | tuple[type, ...], there: Any, here: Any) -> bool:
-    return isinstance(there, kind) and isinstance(here, kind)
+def _kinds(name: str, there: Any, here: Any) -> str:
+    return f"{name or 'the whole'} is a {type(here).__name__} there and a {type(there).__name__} here"
+
+
+def _holds_tensors(value: Any) -> bool:
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, torch.Tensor):
+            return True
+        if isinstance(value, (dict, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            left += value.values() if isinstance(value, dict) else value
+    return False
+
+
+def _is_same_memory(target: torch.Tensor, loaded: torch.Tensor) -> bool:
+    # A Parameter is rebuilt around the target that was given for its data.
+    return loaded is target or (
+        loaded.layout is torch.strided
+        and loaded.data_ptr() == target.data_ptr()
+        and loaded.untyped_storage()._cdata == target.untyped_storage()._cdata
+    )
 
 
 def _joined(path: str, key: Any) -> str:
@@ -111,9 +179,34 @@ def _joined(path: str, key: Any) -> str:
 
 
 def _narrows(source: torch.dtype, target: torch.dtype) -> bool:
+    """Are there values of ``source`` that ``target`` cannot hold? torch's promotion would let int64 into bfloat16."""
     if source == target:
         return False
+    if _is_quantized(source) or _is_quantized(target) or target == torch.bool:
+        return True
+    if source == torch.bool:
+        return False
+    if source.is_complex:
+        return not target.is_complex or _narrows(source.to_real(), target.to_real())
+    if target.is_complex:
+        target = target.to_real()
     try:
-        return torch.promote_types(source, target) != target
-    except RuntimeError:
-        return True  # types that do not promote (float8, quantized) never widen into one another
+        if not target.is_floating_point:
+            if source.is_floating_point:
+                return True
+            one, other = torch.iinfo(source), torch.iinfo(target)
+            return one.min < other.min or one.max > other.max
+        wide = torch.finfo(target)
+        if not source.is_floating_point:
+            return torch.iinfo(source).max > 2 / wide.eps
+        narrow = torch.finfo(source)
+        # The last: the smallest number of all, subnormal where the type has such.
+        return (
+            wide.eps > narrow.eps or wide.max < narrow.max or wide.tiny * wide.eps > narrow.tiny * narrow.eps
+        )
+    except TypeError:
+        return True  # types of bits, that are no numbers
+
+
+def _is_quantized(dtype: torch.dtype) -> bool:
+    return str(dtype).startswith(("torch.qint", "torch.quint"))

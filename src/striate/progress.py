@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -26,20 +27,30 @@ def shown(choice: ProgressChoice, doing: str, total_bytes: int) -> Iterator[Call
     ``choice``: False for nothing, True for a bar on the terminal, or a callable that gets (bytes done, bytes in all)
     about every 100 ms and once at the end. An exception from it cancels the save or load.
     """
-    if choice is False:
+    if not choice:
         yield None
         return
     if callable(choice):
         report = choice
-        yield lambda done: report(done, total_bytes)
+        told_bytes = -1
+
+        def tell(done_bytes: int) -> None:
+            nonlocal told_bytes
+            told_bytes = done_bytes
+            report(done_bytes, total_bytes)
+
+        yield tell
+        if told_bytes != total_bytes:  # nothing to move, or less than the whole file
+            tell(total_bytes)
         return
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),  # names may look like [markup]
         BarColumn(),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns) as bar:
+    with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(doing, total=total_bytes)
-        yield lambda done: bar.update(task, completed=done)
+        yield lambda done_bytes: bar.update(task, completed=done_bytes)
+        bar.update(task, completed=total_bytes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +13,7 @@ from striate.drives import display
 from striate.engines import Engine
 from striate.errors import CorruptCheckpoint, FormatError
 from striate.member import Member, gather, open_member, read_chunks, tensors_in_chunk
+from striate.progress import ProgressChoice, shown
 
 __all__ = ["Damage", "VerifyReport", "verify_member"]
 
@@ -72,37 +72,36 @@ class VerifyReport:
         )
 
 
-def verify_member(
-    path: str | bytes, engine: Engine, *, progress: Callable[[int], None] | None = None
-) -> VerifyReport:
+def verify_member(path: str | bytes, engine: Engine, *, progress: ProgressChoice = False) -> VerifyReport:
     """Reads the whole of a plain file. Damage is reported, not raised.
 
     Raises DriveError if it cannot be opened, FormatError if it is no checkpoint of striate's (then there is
     nothing to check it against) or its header is past reading.
     """
-    shown = display(path)
+    shown_path = display(path)
     try:
         member = open_member(path, engine, verify=True)
     except CorruptCheckpoint as e:
         size = os.stat(path).st_size
         damage = Damage(e.region, None, e.offset, 0, e.tensors, str(e), e.wanted, e.found)
-        return VerifyReport(shown, "", 0, size, 0, (damage,))
+        return VerifyReport(shown_path, "", 0, size, 0, (damage,))
     with member:
         held = member.manifest
         if held.foreign:
             raise FormatError(
-                f"{shown} is safetensors, but not striate's: it holds no checksums to verify. "
+                f"{shown_path} is safetensors, but not striate's: it holds no checksums to verify. "
                 "Load it and save it with striate to have them."
             )
         nothing = np.zeros(len(held.table.names) + (held.table.graph is not None), np.uint64)
         pieces = gather(member, nothing)
-        results = read_chunks(member, pieces, verify=True, keep_going=True, progress=progress)
+        with shown(progress, f"verifying {member.name}", held.table.data_bytes) as report:
+            results = read_chunks(member, pieces, verify=True, keep_going=True, progress=report)
         damages = [
             _damage(member, int(pieces.chunk[row]), int(pieces.job_length[row]), results[row])
             for row in np.flatnonzero(results["code"])
         ]
         return VerifyReport(
-            shown, held.uuid.hex(), held.sequence, member.file_bytes, len(pieces.first), tuple(damages)
+            shown_path, held.uuid.hex(), held.sequence, member.file_bytes, len(pieces.first), tuple(damages)
         )
 
 

@@ -23,7 +23,14 @@ from numpy.typing import NDArray
 from striate import _engine, drives, graph, manifest, scrub, stream, volume
 from striate import member as member_file
 from striate.engines import Engine, EngineChoice
-from striate.errors import CorruptCheckpoint, FormatError, LoadMismatch, UnsafePickle
+from striate.errors import (
+    CorruptCheckpoint,
+    DriveError,
+    FormatError,
+    LoadMismatch,
+    StriateError,
+    UnsafePickle,
+)
 from striate.member import Member
 from striate.merge import Merge
 from striate.progress import ProgressChoice, shown
@@ -143,7 +150,7 @@ def save(
     generation = volume.Generation.next(volume.seen_sequence(place, chosen))
     source = volume.prepare(held, generation=generation, chunk_bytes=chunk_bytes, stable=frozen)
     runs_before = len(chosen.stats)
-    with shown(progress, f"saving {place.path}", source.table.data_bytes) as report:
+    with shown(progress, f"saving {drives.display(place.name)}", source.table.data_bytes) as report:
         volume.write_plain(source, place, chosen, progress=report)
     stats = chosen.stats[runs_before] if source.table.data_bytes else None
     return _save_result(source, place.path, begun, stats)
@@ -165,7 +172,7 @@ def _save_stream(
     held = graph.dumps(obj, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
     source = volume.prepare(held, generation=volume.Generation.next(0), chunk_bytes=chunk_bytes)
     name = str(getattr(f, "name", type(f).__name__))
-    with shown(progress, f"saving {name}", source.table.data_bytes) as report:
+    with shown(progress, f"saving {os.path.basename(name)}", source.table.data_bytes) as report:
         stream.write(source, f, progress=report)
     return _save_result(source, name, begun, None)
 
@@ -289,7 +296,7 @@ def _load_member(member: Member, options: _LoadOptions, progress: ProgressChoice
     storages, addresses = _allocate(held, restore)
     if restore.reads_data:
         pieces = member_file.gather(member, addresses)
-        with shown(progress, f"loading {member.path}", held.table.data_bytes) as report:
+        with shown(progress, f"loading {member.name}", held.table.data_bytes) as report:
             member_file.read_chunks(member, pieces, verify=options.verify, progress=report)
     return _rebuild(held, pickled, storages, restore, options)
 
@@ -310,7 +317,7 @@ def _load_stream(f: IO[bytes], options: _LoadOptions, progress: ProgressChoice) 
         pickled = None if held.graph is None else manifest.unpack_graph(held.graph, held.graph_bytes or 0)
         restore = _admitted(held, pickled, options)
         storages, addresses = _allocate(held, restore)
-        with shown(progress, f"loading {reader.name}", held.table.data_bytes) as report:
+        with shown(progress, f"loading {os.path.basename(reader.name)}", held.table.data_bytes) as report:
             reader.read_data(addresses, storages, progress=report)
         return _rebuild(held, pickled, storages, restore, options)
 
@@ -336,7 +343,7 @@ def _load_stream_with_entry(
     storages, addresses = _allocate(held, restore)
     packed = _graph_memory(held)
     addresses[-1] = packed.ctypes.data
-    with shown(progress, f"loading {reader.name}", held.table.data_bytes) as report:
+    with shown(progress, f"loading {os.path.basename(reader.name)}", held.table.data_bytes) as report:
         reader.read_data(addresses, [storages, packed], progress=report)
     pickled = manifest.unpack_graph(packed.tobytes(), held.graph_bytes or 0)
     graph.scan(pickled, weights_only=options.weights_only)
@@ -441,6 +448,8 @@ def load_tensors(
     Works for entries that other safetensors tools can read, and for names tied to them (which share a storage here
     too). Raises LoadMismatch (``missing``) for names that are not there, else as load.
     """
+    if isinstance(names, (str, bytes)):
+        raise TypeError(f"names is a list of names, not one: [{names!r}]")
     wanted = list(names)
     with member_file.open_member(os.fspath(f), Engine(engine), verify=verify) as member, _about(member.path):
         held = member.manifest
@@ -493,67 +502,89 @@ def load_into(
 ) -> Any:
     """Loads straight into the tensors of ``state`` (nested dicts and lists), with no second copy where they fit.
 
-    Tensors are matched by their dotted names, and numbers, strings and so on are set in their containers. A tensor
-    that lies on the CPU, contiguous, with the dtype saved, is read into directly; others are copied to.
+    Tensors are matched by their place in the nesting; numbers, strings and so on are set in their containers. A
+    tensor that lies on the CPU, contiguous, with the dtype saved, is read into directly; others are copied to.
 
     strict: False leaves missing and unexpected entries alone instead of refusing.
     allow_narrowing: True lets a dtype lose precision (float32 into bfloat16); widening is always allowed.
     verify_first: reads the checkpoint twice, so that nothing is overwritten by one that is damaged.
 
-    Returns ``state``. Raises LoadMismatch (also RuntimeError) before anything is overwritten. A CorruptCheckpoint
-    or DriveError says whether targets have been overwritten, and ``overwritten`` holds their names.
+    Returns ``state``, or, if that is a tuple with plain values in it, the tuple in its place. Raises LoadMismatch
+    (also RuntimeError) before anything is overwritten. A CorruptCheckpoint or DriveError says whether targets
+    have been overwritten, and ``overwritten`` holds their names.
     """
-    if callable(getattr(state, "state_dict", None)):
-        raise TypeError(
-            f"load_into fills dicts and lists of tensors, not a {type(state).__name__}: pass its state_dict() "
-            "(for a module, that is its own memory; for an optimizer, load_state_dict afterwards)"
-        )
+    if not isinstance(state, (dict, list, tuple)):
+        hint = ""
+        if callable(getattr(state, "state_dict", None)):
+            hint = (
+                ": pass its state_dict() (for a module, that is its own memory; for an optimizer, "
+                "load_state_dict afterwards)"
+            )
+        raise TypeError(f"load_into fills dicts and lists of tensors, not a {type(state).__name__}{hint}")
     options = _LoadOptions("cpu", None, weights_only, None, verify, pickle_load_args)
     merge = Merge(state, strict=strict, allow_narrowing=allow_narrowing)
     if not _is_path(f) or _is_special(os.fspath(f)):  # type: ignore[arg-type]
-        merge.plan(load(f, "cpu", weights_only=weights_only, verify=verify, **pickle_load_args), {})
-        merge.apply()
-        return state
+        merge.plan(
+            load(f, "cpu", weights_only=weights_only, verify=verify, progress=progress, **pickle_load_args)
+        )
+        return merge.apply()
     path = os.fspath(f)  # type: ignore[arg-type]
     chosen = Engine(engine)
     if verify_first:
         scrub.verify_member(path, chosen).raise_if_damaged()
     with member_file.open_member(path, chosen, verify=verify, header=False) as member, _about(member.path):
         if _is_torch_file(member.first_bytes(_TORCH_PREFIX_BYTES)):
-            merge.plan(_torch_load(path, options), {})
-            merge.apply()
-            return state
+            merge.plan(_torch_load(path, options))
+            return merge.apply()
         member.read_header(verify=verify)
-        _load_member_into(merge, member, options, progress)
-    return state
+        return _load_member_into(merge, member, options, progress)
 
 
-def _load_member_into(merge: Merge, member: Member, options: _LoadOptions, progress: ProgressChoice) -> None:
+def _load_member_into(merge: Merge, member: Member, options: _LoadOptions, progress: ProgressChoice) -> Any:
     held = member.manifest
     pickled = _member_graph(member, options.verify)
     restore = _admitted(held, pickled, options)
     direct = _direct_targets(merge, held, pickled)
+    if not _read_into(merge, member, pickled, restore, direct, options, progress):
+        # Names are paths joined by dots, and {"a.b": t} bears the name of
+        # {"a": {"b": t}}: nothing is overwritten on the strength of a name.
+        _read_into(merge, member, pickled, restore, {}, options, progress)
+    return merge.apply()
+
+
+def _read_into(
+    merge: Merge,
+    member: Member,
+    pickled: bytes | None,
+    restore: graph.Restore,
+    direct: dict[int, torch.Tensor],
+    options: _LoadOptions,
+    progress: ProgressChoice,
+) -> bool:
+    """Reads what is copied, then, if the plan holds, what is not. False: ``direct`` does not fit; nothing changed."""
+    held = member.manifest
     indirect = np.ones(len(held.table.names), np.bool_)
     indirect[list(direct)] = False
     storages, addresses = _allocate(held, restore, indirect)
-    total = held.table.data_bytes
+    into = np.zeros(len(addresses), np.uint64)
+    for n, target in direct.items():
+        into[n] = target.data_ptr()
     # What cannot be read into its place comes first: then everything that can
     # be refused has been, before the first target is overwritten.
-    if indirect.any():
-        chunks = member_file.chunks_of(member, np.flatnonzero(indirect).tolist())
-        pieces = member_file.gather(member, addresses, chunks=chunks)
-        member_file.read_chunks(member, pieces, verify=options.verify)
-    loaded = _rebuild(held, pickled, storages, restore, options, direct)
-    merge.plan(loaded, {held.table.names[n]: target for n, target in direct.items()})
-    if direct:
-        into = np.zeros(len(addresses), np.uint64)
-        for n, target in direct.items():
-            into[n] = target.data_ptr()
-        chunks = member_file.chunks_of(member, sorted(direct))
-        pieces = member_file.gather(member, into, chunks=chunks)
-        with shown(progress, f"loading {member.path}", total) as report, _telling_overwritten(held, direct):
-            member_file.read_chunks(member, pieces, verify=options.verify, progress=report)
-    merge.apply()
+    first, second = (
+        member_file.gather(member, where, chunks=member_file.chunks_of(member, rows))
+        for where, rows in ((addresses, np.flatnonzero(indirect).tolist()), (into, sorted(direct)))
+    )
+    first_bytes = int(first.job_length.sum())
+    with shown(progress, f"loading {member.name}", first_bytes + int(second.job_length.sum())) as report:
+        member_file.read_chunks(member, first, verify=options.verify, progress=report)
+        merge.plan(_rebuild(held, pickled, storages, restore, options, direct), direct.values())
+        if not merge.in_place_fits:
+            return False
+        with _overwriting(held, direct):
+            later = None if report is None else lambda done: report(first_bytes + done)
+            member_file.read_chunks(member, second, verify=options.verify, progress=later)
+    return True
 
 
 def _direct_targets(merge: Merge, held: manifest.Manifest, pickled: bytes | None) -> dict[int, torch.Tensor]:
@@ -562,12 +593,13 @@ def _direct_targets(merge: Merge, held: manifest.Manifest, pickled: bytes | None
         # A rebuild function of the user's may look at values, and would see
         # those that are about to be overwritten.
         return {}
-    kept = set(held.ties.values())
+    # A storage that the graph names as such has to be one of its own.
+    shared = graph.storages_named(pickled) if pickled is not None else set()
     found: dict[int, torch.Tensor] = {}
     taken: set[int] = set()
     for n, name in enumerate(held.table.names):
         target = merge.targets.get(name)
-        if target is None or name in kept or not held.table.is_named(n) or not held.table.lengths[n]:
+        if target is None or n in shared or not held.table.is_named(n) or not held.table.lengths[n]:
             continue
         plain = held.table.plain(n)
         if plain is None or not graph.holds_plain(target, plain) or target.data_ptr() in taken:
@@ -578,21 +610,27 @@ def _direct_targets(merge: Merge, held: manifest.Manifest, pickled: bytes | None
 
 
 @contextlib.contextmanager
-def _telling_overwritten(held: manifest.Manifest, direct: dict[int, torch.Tensor]) -> Iterator[None]:
+def _overwriting(held: manifest.Manifest, direct: dict[int, torch.Tensor]) -> Iterator[None]:
+    """Around a read into targets: autograd learns of it, and an error says which they are."""
     names = [held.table.names[n] for n in direct]
     try:
         yield
     except Exception as e:
-        note = (
-            f"{len(names)} target(s) may already be overwritten, among them {', '.join(names[:4])}: load another "
-            "checkpoint into them before going on. verify_first=True would have noticed before."
-        )
-        e.overwritten = tuple(names)  # type: ignore[attr-defined]
-        if hasattr(e, "message"):
-            e.message = f"{e.message} {note}"
-        elif e.args:
-            e.args = (f"{e.args[0]} {note}", *e.args[1:])
+        if names:
+            note = (
+                f"{len(names)} target(s) may already be overwritten, among them {', '.join(names[:4])}: load another "
+                "checkpoint into them before going on. verify_first=True would have noticed before."
+            )
+            e.overwritten = tuple(names)  # type: ignore[attr-defined]
+            if isinstance(e, DriveError):
+                e.message = f"{e.message} {note}"
+            elif isinstance(e, StriateError):
+                e.args = (f"{e} {note}",)
         raise
+    finally:
+        for target in direct.values():
+            if not target.is_inference():
+                torch.autograd.graph.increment_version(target)
 
 
 # ---- looking ---------------------------------------------------------------
@@ -647,7 +685,4 @@ def verify(
     The report lists each damaged chunk with its offset and the tensors in it; it is false if there is any.
     Raises DriveError if the file cannot be opened, FormatError if it is no checkpoint with checksums.
     """
-    path = os.fspath(f)
-    total = os.stat(path).st_size if os.path.exists(path) else 0
-    with shown(progress, f"verifying {drives.display(path)}", total) as report:
-        return scrub.verify_member(path, Engine(engine), progress=report)
+    return scrub.verify_member(os.fspath(f), Engine(engine), progress=progress)
