@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -246,3 +247,29 @@ def test_sizes_beyond_32_bits_are_counted_right() -> None:
     assert int(pieces.job_length.sum()) == table.data_bytes
     assert pieces.job_length[-1] == 3
     assert storages_in(table, (5 << 40) - 1, (5 << 40) + 1) == [0, 2]
+
+
+def test_an_address_of_zero_is_dropped_wherever_a_chunk_begins_in_it() -> None:
+    table = sized(128, 64)
+    pieces = gather(table, np.array([0, 64], np.uint64), _CHUNK)
+    # Address 64 lies where dropped bytes of length 64 from "address 0" would end: no neighbour all the same.
+    assert pieces.addr.tolist() == [0, 0, 64]
+    table = sized(32, 32)
+    pieces = gather(table, np.array([0, 32], np.uint64), _CHUNK)
+    assert pieces.addr.tolist() == [0, 32]
+    assert pieces.length.tolist() == [32, 32]
+
+
+def test_a_range_ends_where_the_next_storage_begins() -> None:
+    table = sized(64, 64, 64)
+    assert storages_in(table, 64, 128) == [1]
+    assert storages_in(table, 63, 129) == [0, 1, 2]
+    assert storages_in(table, 64, 64) == []
+    assert storages_in(table, 192, 200) == []
+
+
+def test_an_empty_storage_in_the_midst_of_a_foreign_file_lies_in_no_chunk() -> None:
+    table = replace(sized(100, 0, 50), offsets=np.array([0, 100, 100]))
+    assert chunks_of(table, [1], _CHUNK).tolist() == []
+    assert chunks_of(table, [1, 2], _CHUNK).tolist() == [1, 2]
+    assert storages_in(table, 0, 150) == [0, 2]
