@@ -66,14 +66,15 @@ $(STAMP)/tools: $(STAMP)/torch requirements/test.txt requirements/tools.txt
 	@$(PIP) install -r requirements/test.txt -r requirements/tools.txt
 	@touch $@
 
-# One wheel, made as anyone would make it, is what every test runs against.
-build/wheel/stamp: $(SOURCES) | $(STAMP)/venv
+# One wheel is what every test runs against. It is made from the sdist, so that a file missing there is noticed.
+build/wheel/stamp: $(SOURCES) | $(STAMP)/tools
 	$(call say,building the wheel)
-	@rm -rf $(@D) && mkdir -p $(@D)
-	@$(PIP) wheel --no-deps --wheel-dir $(@D) .
+	@rm -rf $(@D) build/sdist && mkdir -p $(@D)
+	@$(PY) -m build --sdist --outdir build/sdist . >/dev/null
+	@$(PIP) wheel --no-deps --wheel-dir $(@D) build/sdist/*.tar.gz
 	@ls $(@D)/*.whl && touch $@
 
-$(STAMP)/striate: build/wheel/stamp $(STAMP)/tools
+$(STAMP)/striate: $(STAMP)/tools build/wheel/stamp
 	$(call say,installing the wheel into $(VENV))
 	@$(PIP) install --force-reinstall --no-deps build/wheel/*.whl
 	@$(PIP) install build/wheel/*.whl
@@ -100,8 +101,9 @@ test-refused: $(STAMP)/striate
 	@$(PY) tests/support/launch.py --refuse io_uring_setup=EPERM -- \
 	    $(PYTEST) --io-uring-refused tests/engine tests/crash tests/frontends
 
-test-wheel: build/wheel/stamp
+test-wheel: $(STAMP)/tools build/wheel/stamp
 	$(call say,the wheel in an empty environment without a compiler)
+	@scripts/check-wheel.sh $(VENV) build/wheel/*.whl
 	@scripts/test-wheel.sh $(VENV_WHEEL) "$(PYTHON)" "$(TORCH)" $(PYTEST_ARGS)
 
 lint: $(STAMP)/striate
