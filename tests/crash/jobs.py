@@ -21,6 +21,8 @@ from crash.checkpoints import beside, descriptors, save, state, version_at
 
 import striate
 from striate._engine import Fault, Io
+from support.launch import become
+from support.sandbox import NOBODY
 
 Pipe = Connection
 
@@ -307,3 +309,18 @@ def save_from_a_truncated_file(
     if while_saving:
         cutter.join()
     pipe.send((outcomes, striate.verify(path).ok))
+
+
+def save_as_nobody(pipe: Pipe, path: str) -> None:
+    """An ordinary user's save over a file that is not to be written."""
+    # Whatever is loaded at first use must be: the user may not read where it lies.
+    striate.save([1], os.devnull)
+    save(0, path + ".warm")
+    os.unlink(path + ".warm")
+    if os.geteuid() == 0:
+        become(NOBODY)
+    try:
+        save(2, path)
+        pipe.send((0, "saved"))
+    except PermissionError as e:
+        pipe.send((e.errno, str(e)))

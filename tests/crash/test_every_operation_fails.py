@@ -176,6 +176,34 @@ def test_a_save_that_fails_and_cannot_remove_its_temporary_names_the_first_error
     require_alone(path)
 
 
+class SweptOnce(Io):
+    """A sweeper takes the first temporary in the moment between its making and its lock."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.taken = 0
+
+    def lock(self, fd: int) -> None:
+        made = os.readlink(f"/proc/self/fd/{fd}")
+        if not self.taken and not made.endswith("5a"):
+            self.taken += 1
+            os.unlink(made)
+        super().lock(fd)
+
+
+def test_a_temporary_that_a_sweeper_took_before_it_was_locked_is_made_again(
+    path: Path, engine_name: str
+) -> None:
+    io = SweptOnce(engine_name, trace=True)
+    before = descriptors()
+    save(NEW, path, engine=io)
+    assert io.taken == 1
+    assert sum(entry.op == "open" and bool(entry.offset & os.O_EXCL) for entry in io.traces()) == 2
+    assert version_at(path) == NEW
+    assert descriptors() == before
+    require_alone(path)
+
+
 def test_write_errors_carry_the_offset_that_failed(tmp_path: Path, engine_name: str) -> None:
     path = tmp_path / NAME
     # Workers race: which of the data's offsets the nth write has differs from run to run.
@@ -211,7 +239,7 @@ def test_short_transfers_everywhere_change_nothing(tmp_path: Path, engine_name: 
     assert result.stats.retries > 0
     assert same(striate.load(path, engine="posix"), wanted)
     assert same(striate.load(path, engine=faulty(engine_name, *reads)), wanted)
-    assert striate.verify(path, engine=faulty(engine_name, *reads)).ok  # type: ignore[arg-type]
+    assert striate.verify(path, engine=faulty(engine_name, *reads)).ok
 
 
 def test_a_drive_that_takes_no_bytes_and_gives_no_reason_fails_the_save(path: Path, engine_name: str) -> None:
@@ -325,11 +353,11 @@ def test_verify_reports_the_chunks_that_cannot_be_read_and_goes_on(tmp_path: Pat
     path = tmp_path / NAME
     save(NEW, path)
     io = faulty(engine_name)
-    assert striate.verify(path, engine=io).ok  # type: ignore[arg-type]
+    assert striate.verify(path, engine=io).ok
     reads = sum(entry.op == "read" for entry in io.traces())
     chunks = striate.info(path).chunks_count
     for nth in range(reads - chunks, reads):
-        report = striate.verify(path, engine=faulty(engine_name, Fault("read", nth=nth, value=errno.EIO)))  # type: ignore[arg-type]
+        report = striate.verify(path, engine=faulty(engine_name, Fault("read", nth=nth, value=errno.EIO)))
         assert not report.ok
         (damage,) = report.damages
         assert "EIO" in damage.reason

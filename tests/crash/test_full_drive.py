@@ -167,12 +167,9 @@ def test_a_quota_that_is_used_up_is_named_as_such_and_leaves_the_old_checkpoint(
     (drive,) = make_loop_drives(1, size_bytes=160 << 20)
     reformat(drive, "mkfs.btrfs", "-q", "-f")
     folder = drive.path / "run"
-    for command in (
-        ["btrfs", "subvolume", "create", folder],
-        ["btrfs", "quota", "enable", drive.path],
-        ["btrfs", "qgroup", "limit", "2M", folder],
-    ):
-        subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(["btrfs", "subvolume", "create", folder], check=True, capture_output=True)
+    subprocess.run(["btrfs", "quota", "enable", drive.path], check=True, capture_output=True)
+    subprocess.run(["btrfs", "qgroup", "limit", "2M", folder], check=True, capture_output=True)
     path = folder / NAME
     save(1, path)
     with pytest.raises(striate.DriveFull) as caught:

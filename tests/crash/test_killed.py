@@ -16,32 +16,12 @@ import pytest
 import torch
 from crash import jobs
 from crash.checkpoints import NAME, beside, require_alone, save, version_at, version_of
+from crash.processes import run_job
 
 import striate
 
 MANY_CHUNKS = 16 << 20  # with chunks of 4096 bytes: long enough to be interrupted
 PAIRS = 500  # with each engine: a thousand
-
-
-def run_job(processes: Any, job: Callable[..., None], *arguments: object, timeout_s: float = 120) -> Any:
-    """Runs a job to its end and returns what it sent."""
-    ours, theirs = processes.Pipe()
-    process = processes.Process(target=job, args=(theirs, *arguments))
-    process.start()
-    theirs.close()
-    try:
-        assert ours.poll(timeout_s), f"{job.__name__} hangs"
-        try:
-            report = ours.recv()
-        except EOFError:
-            process.join(10)
-            pytest.fail(f"{job.__name__} ended with status {process.exitcode} and sent nothing")
-        process.join(timeout_s)
-        assert process.exitcode == 0
-        return report
-    finally:
-        process.kill()
-        process.join()
 
 
 def test_a_saver_killed_at_a_random_moment_leaves_the_old_or_the_new_checkpoint(

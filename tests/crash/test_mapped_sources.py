@@ -10,7 +10,7 @@ import pytest
 import torch
 from crash import jobs
 from crash.checkpoints import NAME, require_alone, save, state, version_at, version_of
-from crash.test_killed import run_job
+from crash.processes import run_job
 
 import striate
 from support.same import same

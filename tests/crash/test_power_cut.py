@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -68,6 +68,7 @@ class Checker:
         old = OLD if NAME_BYTES in before else None
         for number, (where, disk) in enumerate(power.cuts(self.directory, before, trace)):
             allowed = {NEW} if finished and number == len(trace) else {old, NEW}
+            states: Iterable[dict[bytes, bytes]]
             if samples:
                 states = (disk.some_state(rng) for _ in range(samples))
             else:
