@@ -384,6 +384,8 @@ def renamed(old: str, new: str) -> Callable[[dict[str, Any]], None]:
         items = [(new if name == old else name, value) for name, value in members.items()]
         members.clear()
         members.update(items)
+        if members["__metadata__"]["v"] == old:
+            members["__metadata__"]["v"] = new
 
     return change
 
@@ -399,6 +401,18 @@ def not_flat(members: dict[str, Any]) -> None:
 
 def typed_raw(members: dict[str, Any]) -> None:
     members["__striate__.s.1"].update(dtype="F16", shape=[3])
+
+
+def graph_entry(members: dict[str, Any]) -> None:
+    """Turns the last storage into a graph entry: allowed, once the graph is not in the metadata as well."""
+    renamed("__striate__.s.2", "__striate__.graph")(members)
+    storages(locations=[["cpu", 2]])(members)
+    metadata(graph_entry="1", graph=None)(members)
+
+
+def two_graphs(members: dict[str, Any]) -> None:
+    graph_entry(members)
+    metadata(graph="QUJD")(members)
 
 
 HOSTILE_OURS: dict[str, Callable[[dict[str, Any]], None]] = {
@@ -428,7 +442,8 @@ HOSTILE_OURS: dict[str, Callable[[dict[str, Any]], None]] = {
     "graph_bytes 0": metadata(graph_bytes="0"),
     "graph_bytes 2 GiB": metadata(graph_bytes=str(2 << 30)),
     "graph not base64": metadata(graph="%%%%"),
-    "graph twice": metadata(graph_entry="1"),
+    "graph twice": two_graphs,
+    "graph_entry without its entry": metadata(graph_entry="1"),
     "graph entry that is not there": metadata(graph_entry="1", graph=None),
     "graph_entry 2": metadata(graph_entry="2", graph=None),
     "no graph and not flat": not_flat,
@@ -471,6 +486,17 @@ def test_hostile_files_of_ours_are_refused(change: Callable[[dict[str, Any]], No
     header = resealed(small()[1], change)
     with pytest.raises(FormatError):
         read(header)
+
+
+def test_the_changes_that_make_hostile_files_are_refused_for_what_they_change_alone() -> None:
+    assert read(resealed(small()[1], graph_entry)).graph_entry
+    assert read(resealed(small()[1], renamed("w", "__striate__.t.0"))).ties == {"v": "__striate__.t.0"}
+    assert read(resealed(small()[1], storages(locations=[["cpu", 1], ["cpu", 2]]))).table.location(2) == "cpu"
+
+
+def test_a_tie_to_a_name_that_is_not_there_is_refused() -> None:
+    with pytest.raises(FormatError, match="tied name"):
+        read(resealed(small()[1], lambda members: members["__metadata__"].update(v="x")))
 
 
 def test_a_header_that_does_not_end_on_a_page_is_refused() -> None:
