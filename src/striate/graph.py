@@ -1120,8 +1120,9 @@ class _KeepDevices(TorchFunctionMode):
 
 
 def _devices_kept() -> AbstractContextManager[object]:
-    # A mode makes every call of torch slower: only where a default device is set.
-    return nullcontext() if torch.get_default_device().type == "cpu" else _KeepDevices()
+    # A mode makes every call of torch slower: only where a default device is set. (torch.get_default_device()
+    # would do, but in torch 2.6 it fails after set_default_device(None).)
+    return nullcontext() if torch.empty(0).device.type == "cpu" else _KeepDevices()
 
 
 def loads(

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from striate import graph
 from striate.errors import FormatError, StriateError, UnsafePickle
-from support.graphs import through_graph, through_torch
+from support.graphs import copied_storages, through_graph, through_torch
 
 
 class Runs:
@@ -352,7 +352,7 @@ def test_a_failed_load_leaves_nothing_behind_in_torch() -> None:
     sparse = graph.dumps([torch.eye(2).to_sparse()])
     assert sparse.pickle is not None
     broken = sparse.pickle[:-1] + b"K\x01)R."
-    storages = [torch.UntypedStorage(entry.nbytes).fill_(0) for entry in sparse.storages]
+    storages = copied_storages(sparse, graph.Restore(None))
     plains = [entry.plain for entry in sparse.storages]
     with pytest.raises(UnsafePickle):
         graph.loads(broken, [], plains, storages, map_location="cpu")
