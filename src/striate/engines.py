@@ -8,8 +8,9 @@ raise. An ``_engine.Io`` (tests: one with faults) is taken as it is.
 from __future__ import annotations
 
 import errno
-import functools
 import os
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -30,30 +31,70 @@ _URING_REASONS = {
     errno.ENOSYS: "the kernel or the sandbox does not have it",
     errno.EACCES: "a security module forbids it",
     errno.EOPNOTSUPP: "the kernel does not support what is needed of it",
-    errno.ENOMEM: f"not enough memory may be locked (RLIMIT_MEMLOCK {memlock_limit_bytes()} bytes)",
+    errno.ENOMEM: "not enough memory may be locked",
     errno.EMFILE: "the process has too many files open (ulimit -n)",
     errno.ENFILE: "the system has too many files open",
     errno.EINVAL: "the kernel refuses its parameters",
 }
 
+# What other rings, files or memory of this process may have caused, and what may be otherwise at the next save.
+_PASSING = {errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN}
+
 # Once for each reason and process: a training loop saves for weeks.
 _told: set[str] = set()
+_telling = threading.Lock()
 
 
 def _tell(reason: str, message: str) -> None:
-    if reason not in _told:
+    with _telling:
+        if reason in _told:
+            return
         _told.add(reason)
-        warnings.warn(message, EngineFallback, stacklevel=6)
+    warnings.warn(message, EngineFallback, stacklevel=_callers_level())
+
+
+def _callers_level() -> int:
+    """The stacklevel, for the function that asks, of the line outside this package that called into it."""
+    package = os.path.dirname(__file__) + os.sep
+    frame, level = sys._getframe(1), 1
+    while frame.f_code.co_filename.startswith(package) and frame.f_back is not None:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _tell_memlock() -> None:
+    # One for rings and registered buffers: which of them meets the limit first
+    # depends on how many saves run at once.
+    _tell(
+        "memlock",
+        f"little memory may be locked ({_memlock()}): io_uring goes without registered buffers, at slightly more "
+        "CPU, and where not even its rings fit, the posix engine is used. Raise the limit (ulimit -l) to silence this.",
+    )
+
+
+def _memlock() -> str:
+    limit = memlock_limit_bytes()
+    return f"RLIMIT_MEMLOCK is {'unlimited' if limit is None else f'{limit} bytes'}"
 
 
 def _why(code: int) -> str:
-    name = errno.errorcode.get(code, str(code))
-    return f"{_URING_REASONS.get(code, os.strerror(code))} ({name})"
+    name = "EOPNOTSUPP" if code == errno.EOPNOTSUPP else errno.errorcode.get(code, str(code))
+    limit = f", {_memlock()}" if code == errno.ENOMEM else ""
+    return f"{_URING_REASONS.get(code, os.strerror(code))} ({name}{limit})"
 
 
-@functools.lru_cache(maxsize=1)
-def _probe(pid: int) -> _engine.Probe:
-    return _engine.probe()
+_setup_errors: dict[int, int] = {}  # by process: a child may be in another sandbox
+
+
+def _setup_error() -> int:
+    """The errno that io_uring answers here, 0 if it works."""
+    pid = os.getpid()
+    error = _setup_errors.get(pid)
+    if error is None:
+        error = _engine.probe().setup_error
+        if error not in _PASSING:
+            _setup_errors[pid] = error
+    return error
 
 
 class Engine:
@@ -70,7 +111,7 @@ class Engine:
         if choice == "posix":
             self.io = _engine.Io("posix")
             return
-        refused = _probe(os.getpid()).setup_error
+        refused = _setup_error()
         if refused and choice == "uring":
             raise EngineUnavailable(
                 f"io_uring was asked for and cannot be used: {_why(refused)}. Nothing was touched. "
@@ -82,11 +123,14 @@ class Engine:
             self.io = _engine.Io("uring")
 
     def _fall_back(self, refused: int) -> None:
-        _tell(
-            f"uring {refused}",
-            f"io_uring cannot be used: {_why(refused)}. The posix engine is used instead: as safe, "
-            'and for large transfers about as fast. Pass engine="posix" to silence this.',
-        )
+        if refused == errno.ENOMEM and memlock_limit_bytes() is not None:
+            _tell_memlock()
+        else:
+            _tell(
+                f"uring {refused}",
+                f"io_uring cannot be used: {_why(refused)}. The posix engine is used instead: as safe, "
+                'and for large transfers about as fast. Pass engine="posix" to silence this.',
+            )
         self.io = _engine.Io("posix")
 
     def run(
@@ -121,12 +165,12 @@ class Engine:
                 direction, files, jobs, extents, keep_going=keep_going, progress=progress
             )
         self.stats.append(stats)
-        if stats.register_error:
-            limit = memlock_limit_bytes()
+        if stats.register_error == errno.ENOMEM and memlock_limit_bytes() is not None:
+            _tell_memlock()
+        elif stats.register_error:
             _tell(
                 f"register {stats.register_error}",
                 f"buffers could not be registered with io_uring: {os.strerror(stats.register_error)} "
-                f"(RLIMIT_MEMLOCK is {'unlimited' if limit is None else f'{limit} bytes'}). "
-                "It works without, at slightly more CPU. Raise the limit (ulimit -l) to silence this.",
+                f"({errno.errorcode.get(stats.register_error)}). It works without, at slightly more CPU.",
             )
         return results
