@@ -142,10 +142,25 @@ class Merge:
             self._mismatched.append(
                 f"{name} is {loaded.dtype} there, and {target.dtype} would lose precision"
             )
+        elif target.layout != loaded.layout or target.is_quantized != loaded.is_quantized:
+            self._mismatched.append(f"{name} is {_form(loaded)} there, {_form(target)} here")
         elif id(target) in self._in_place and _is_same_memory(target, loaded):
             self._met.add(id(target))
+        elif target.layout is torch.strided:
+            self._copy_strided(name, target, loaded)
         else:
             self._copies.append((target, loaded))
+
+    def _copy_strided(self, name: str, target: torch.Tensor, loaded: torch.Tensor) -> None:
+        # Of what was expanded to many places one is memory, and can be copied to
+        # if the loaded one is expanded in the same way.
+        for dimension, size in enumerate(target.shape):
+            if size > 1 and target.stride(dimension) == 0:
+                if loaded.stride(dimension) != 0:
+                    self._mismatched.append(f"{name} has one place in memory for several elements here")
+                    return
+                target, loaded = target.narrow(dimension, 0, 1), loaded.narrow(dimension, 0, 1)
+        self._copies.append((target, loaded))
 
 
 def _kinds(name: str, there: Any, here: Any) -> str:
@@ -172,6 +187,10 @@ def _is_same_memory(target: torch.Tensor, loaded: torch.Tensor) -> bool:
         and loaded.data_ptr() == target.data_ptr()
         and loaded.untyped_storage()._cdata == target.untyped_storage()._cdata
     )
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
 
 
 def _joined(path: str, key: Any) -> str:

@@ -292,6 +292,26 @@ def test_same_names_in_another_nesting_are_not_taken_for_each_other(target: Path
     assert not into["a"]["b"].any()
 
 
+def test_expanded_and_sparse_targets_are_filled_or_refused_before_anything_changes(target: Path) -> None:
+    expanded = torch.arange(4.0).view(1, 4).expand(3, 4)
+    striate.save({"first": torch.ones(5000), "x": expanded}, target)
+    into = {"first": torch.zeros(5000, dtype=torch.float64), "x": torch.zeros(1, 4).expand(3, 4)}
+    striate.load_into(into, target)
+    assert torch.equal(into["x"], expanded) and into["x"].stride() == (0, 1)
+    into["first"].zero_()
+    striate.save({"first": torch.ones(5000), "x": torch.ones(3, 4)}, target)
+    for wrong in (torch.zeros(1, 4).expand(3, 4), torch.zeros(3, 4).to_sparse()):
+        into["x"] = wrong
+        with pytest.raises(striate.LoadMismatch, match="^.*x (has one place|is strided there)"):
+            striate.load_into(into, target)
+        assert not into["first"].any()
+    sparse = torch.eye(3).to_sparse()
+    striate.save({"x": sparse}, target)
+    into = {"x": torch.zeros(3, 3).to_sparse()}
+    striate.load_into(into, target)
+    assert torch.equal(into["x"].to_dense(), torch.eye(3))
+
+
 def test_whole_of_another_kind_is_refused(target: Path) -> None:
     for saved, into in (
         ([torch.ones(2)], {"a": torch.ones(2)}),
