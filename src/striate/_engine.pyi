@@ -26,7 +26,9 @@ JOB_CAREFUL: Final[int]
 
 @dataclass(frozen=True)
 class Fault:
-    op: str  # "any", "open", "close", "lock", "chmod", "chown", "allocate", "truncate", "write", "read", "sync", "sync_directory", "rename", "unlink"
+    # "any", "open", "close", "lock", "chmod", "chown", "allocate", "truncate", "write", "read", "sync",
+    # "sync_directory", "rename", "unlink"
+    op: str
     kind: Literal["error", "short", "cut"] = "error"
     nth: int = 0
     count: int = 1  # 0: for ever
@@ -127,10 +129,15 @@ class Probe:
     features: int
     register_error: int
 
-def checksum(data: object, seed: int) -> bytes: ...  # any C-contiguous buffer -> 16 bytes, canonical (big-endian) XXH3-128
+# Any C-contiguous buffer -> 16 bytes, canonical (big-endian) XXH3-128.
+def checksum(data: object, seed: int) -> bytes: ...
 def checksum_level() -> str: ...
 def block_seeds(uuid: bytes, first: int, count: int) -> NDArray[np.uint64]: ...
 def probe() -> Probe: ...
 def direct_alignment(fd: int) -> tuple[int, int] | None: ...
-def memory_view(address: int, length: int, owner: object) -> memoryview: ...  # writable bytes over memory that owner keeps alive
-def advise_huge_pages(address: int, length: int) -> None: ...  # madvise(MADV_HUGEPAGE) of the whole 2 MiB pages inside; never fails
+
+# Writable bytes over memory that owner keeps alive.
+def memory_view(address: int, length: int, owner: object) -> memoryview: ...
+
+# madvise(MADV_HUGEPAGE) of the whole 2 MiB pages inside; never fails.
+def advise_huge_pages(address: int, length: int) -> None: ...

@@ -122,7 +122,7 @@ class FileMap:
 
 
 def file_maps() -> list[FileMap]:
-    """File-backed mappings in address order. Another process may truncate such a file: reading past its end is SIGBUS."""
+    """File-backed mappings in address order. Another process may cut such a file: reading past its end is SIGBUS."""
     found = []
     with open("/proc/self/maps", "rb") as maps:
         for line in maps:

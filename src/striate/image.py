@@ -284,7 +284,8 @@ def _distinct(values: NDArray[np.int64]) -> NDArray[np.int64]:
     # np.unique hashes: a second for a million, where runs that are sorted
     # already merge in 6 ms.
     values.sort(kind="stable")
-    return values[np.diff(values, prepend=np.int64(-1)) != 0]
+    distinct: NDArray[np.int64] = values[np.diff(values, prepend=np.int64(-1)) != 0]
+    return distinct
 
 
 def storages_in(table: Table, start: int, stop: int) -> list[int]:

@@ -122,7 +122,7 @@ def save(
     frozen: bool = False,
     progress: ProgressChoice = False,
 ) -> SaveResult:
-    """Saves whatever torch.save takes. When this returns, the checkpoint is whole and durable (synced, renamed, synced).
+    """Saves whatever torch.save takes. When this returns, the checkpoint is whole and durable: synced, renamed, synced.
 
     f: a path (overwritten silently, as torch does, but only by a finished checkpoint), or a binary file object,
         which is written from its current position and not synced.

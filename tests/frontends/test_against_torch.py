@@ -12,9 +12,10 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-import striate
 import torch
 from hypothesis import HealthCheck, given, settings
+
+import striate
 from support.same import differences, same
 
 DTYPES = [
@@ -78,8 +79,6 @@ def a_view(draw: st.DrawFn, base: torch.Tensor) -> Any:
                 "expanded",
                 "strided",
                 "empty",
-            ]
-            + [
                 "parameter",
                 "frozen parameter",
                 "grad",

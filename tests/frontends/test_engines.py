@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 import striate
 from support.sandbox import LAUNCH, NOBODY, REFUSABLE, run_python
 

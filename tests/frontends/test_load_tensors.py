@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import striate
 import torch
+
+import striate
 from striate._engine import Io
 from support.same import same
 

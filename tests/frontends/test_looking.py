@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import striate
 import torch
+
+import striate
 
 
 def test_info_lists_every_entry_with_its_place_in_the_file(target: Path, flat: Any) -> None:

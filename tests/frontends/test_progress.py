@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import striate
 import torch
+
+import striate
 from support.same import same
 
 Report = Callable[[int, int], None]

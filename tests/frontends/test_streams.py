@@ -113,7 +113,7 @@ OPENERS: dict[str, Callable[[Path], Any]] = {
     "buffered": lambda path: path.open("w+b"),
     "unbuffered": lambda path: path.open("w+b", buffering=0),
     "temporary file": lambda path: tempfile.TemporaryFile(dir=path.parent),
-    "named temporary file": lambda path: tempfile.NamedTemporaryFile(dir=path.parent),  # noqa: SIM115
+    "named temporary file": lambda path: tempfile.NamedTemporaryFile(dir=path.parent),
     "spooled": lambda path: tempfile.SpooledTemporaryFile(max_size=1000),
 }
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import striate
 import torch
+
+import striate
 from support.same import same
 
 

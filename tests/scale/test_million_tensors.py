@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-import striate
 import torch
+
+import striate
 
 COUNT = 1_000_000
 

@@ -59,9 +59,12 @@ class _Sharing:
 
     def same_bytes(self, found: torch.UntypedStorage, wanted: torch.UntypedStorage) -> bool:
         pair = (found._cdata, wanted._cdata)
-        if pair not in self.equal and len(found) == len(wanted):
-            if not len(wanted) or torch.equal(_as_tensor(found), _as_tensor(wanted)):
-                self.equal.add(pair)
+        if pair in self.equal:
+            return True
+        if len(found) == len(wanted) and (
+            not len(wanted) or torch.equal(_as_tensor(found), _as_tensor(wanted))
+        ):
+            self.equal.add(pair)
         return pair in self.equal
 
 

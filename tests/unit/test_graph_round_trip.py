@@ -423,7 +423,7 @@ def test_sparse_tensors_are_checked_when_torch_checks_them() -> None:
 
 
 def test_what_cannot_be_pickled_raises_what_torch_raises() -> None:
-    for state in ({"t": torch.ones(2), "f": lambda: 0}, [torch.ones(2), open(__file__)]):  # noqa: SIM115
+    for state in ({"t": torch.ones(2), "f": lambda: 0}, [torch.ones(2), open(__file__)]):
         _, refused = outcome(through_torch, state)
         _, error = outcome(through_graph, state)
         assert refused is not None
