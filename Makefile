@@ -94,7 +94,7 @@ test-suite: $(STAMP)/striate
 test-user: $(STAMP)/striate
 	$(call say,as an ordinary user)
 	@scripts/as-user.sh $(VENV)/bin/python -m pytest $(PYTEST_ARGS) -p no:cacheprovider \
-	    tests/unit tests/engine tests/frontends
+	    tests/unit/test_liburing.py tests/engine tests/crash tests/frontends
 
 test-refused: $(STAMP)/striate
 	$(call say,with io_uring refused)

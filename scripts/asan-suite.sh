@@ -27,4 +27,4 @@ LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libstdc++.
 ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:allocator_may_return_null=1 \
 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 PYTHONPATH=$PWD/$site PYTHONMALLOC=malloc \
-	"$venv/bin/python" -m pytest --timeout 900 "$@" tests --ignore tests/scale
+	"$venv/bin/python" -m pytest --timeout 900 "$@" tests --ignore tests/scale --ignore tests/benchmarks
