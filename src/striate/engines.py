@@ -27,7 +27,7 @@ __all__ = ["Engine", "EngineChoice"]
 EngineChoice = Literal["auto", "uring", "posix"] | _engine.Io
 
 _URING_REASONS = {
-    errno.EPERM: "the kernel or the container's seccomp profile forbids it (kernel.io_uring_disabled, or Docker's default)",
+    errno.EPERM: "a sysctl (kernel.io_uring_disabled) or a seccomp profile (Docker's default is one) forbids it",
     errno.ENOSYS: "the kernel or the sandbox does not have it",
     errno.EACCES: "a security module forbids it",
     errno.EOPNOTSUPP: "the kernel does not support what is needed of it",
