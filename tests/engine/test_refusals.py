@@ -45,7 +45,10 @@ ROUND_TRIP = """
     assert (open_descriptors(), threads()) == before
 """
 
-TESTS = {"PYTHONPATH": os.fspath(Path(__file__).parents[1])}
+# In front of whatever this process was told, so that a child runs the same build.
+TESTS = {
+    "PYTHONPATH": os.pathsep.join([os.fspath(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
+}
 ERING = -10004
 
 

@@ -96,6 +96,17 @@ def test_every_edge_of_size_comes_back_and_is_padded_with_zeros(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_padding_is_zeros_and_not_what_the_slot_held_before(kind: Kind, tmp_path: Path) -> None:
+    io = Io(kind)
+    data = filled(2 * BLOCK + 100, misalign=64)
+    data[:] |= 1
+    jobs, extents = tables(data)
+    with opened(io, tmp_path) as file:
+        io.run("write", [file], jobs, extents, workers_max=1, depth=1)
+    assert (tmp_path / "file").read_bytes() == data.tobytes() + bytes(ALIGN - 100)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_memory_of_any_alignment_is_a_source_and_a_target(kind: Kind, tmp_path: Path) -> None:
     io = Io(kind)
     size = 3 * BLOCK + 4096 + 100
