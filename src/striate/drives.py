@@ -100,9 +100,14 @@ def _require_directory(directory: bytes, given: str, doing: str, state: str) -> 
         raise drive_error(errno.ENOTDIR, doing, path=given, state=state)
 
 
-def free_bytes(dirfd: int) -> int:
-    """Bytes that this user may still write to the file system of a directory (statvfs)."""
+def free_bytes(dirfd: int) -> int | None:
+    """Bytes that this user may still write to the file system of a directory (statvfs).
+
+    None where it does not say: some FUSE file systems report a size of nothing at all.
+    """
     found = os.fstatvfs(dirfd)
+    if not found.f_blocks:
+        return None
     blocks = found.f_bfree if os.geteuid() == 0 else found.f_bavail
     return blocks * found.f_frsize
 

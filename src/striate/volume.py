@@ -17,7 +17,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -252,13 +252,15 @@ class _Temporary:
         ) from None
 
     @contextlib.contextmanager
-    def step(self, doing: str) -> Any:
+    def step(self, doing: str, advice: Mapping[int, str] | None = None) -> Iterator[None]:
+        """What fails in it is worded as ``doing``, with the ``advice`` for an errno instead of the usual one."""
         try:
             yield
         except OSError as e:
             if isinstance(e, StriateError):
                 raise
-            self.fail(e.errno or errno.EIO, doing)
+            code = e.errno or errno.EIO
+            self.fail(code, doing, advice=(advice or {}).get(code))
 
     def create(self, uuid: bytes) -> None:
         """Makes and locks the file. Tries another name if a sweeper took this one before it was locked."""
@@ -270,15 +272,13 @@ class _Temporary:
                     io, self.dirfd, self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666
                 )
             try:
-                with self.step("lock"):
-                    io.lock(self.fd)
+                io.lock(self.fd)
                 if os.fstat(self.fd).st_nlink:
                     return
             except BlockingIOError:
                 pass
-            except StriateError as e:
-                if getattr(e, "errno", None) != errno.EWOULDBLOCK:
-                    raise
+            except OSError as e:
+                self.fail(e.errno or errno.EIO, "lock")
             self.abort()
             uuid = secrets.token_bytes(16)
         self.fail(errno.EAGAIN, "create")
@@ -291,16 +291,26 @@ class _Temporary:
         io = self.engine.io
         new = os.fstat(self.fd)
         if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
-            # Only root may give files away. The new file then is its saver's own.
-            with contextlib.suppress(PermissionError):
-                io.chown(self.fd, old.st_uid, old.st_gid)
+            self._take_owner(old)
         if stat.S_IMODE(new.st_mode) != stat.S_IMODE(old.st_mode):
             with self.step("chmod"), contextlib.suppress(PermissionError):
                 io.chmod(self.fd, stat.S_IMODE(old.st_mode))
 
+    def _take_owner(self, old: os.stat_result) -> None:
+        # Only root may give files away; others may still give them to a group
+        # of theirs, whose members went on with each other's checkpoints so far.
+        for uid in (old.st_uid, -1):
+            try:
+                self.engine.io.chown(self.fd, uid, old.st_gid)
+                return
+            except OSError as e:
+                # EINVAL: the owner has no number in this user namespace.
+                if e.errno not in (errno.EPERM, errno.EINVAL):
+                    self.fail(e.errno or errno.EIO, "chown")
+
     def allocate(self, length: int) -> None:
         free = free_bytes(self.dirfd)
-        if free < length:
+        if free is not None and free < length:
             self.fail(errno.ENOSPC, "save", needed=length, free=free, advice=_space_advice(length, free))
         try:
             self.engine.io.allocate(self.fd, length)
@@ -309,34 +319,46 @@ class _Temporary:
             if code == errno.ENOSPC:
                 free = free_bytes(self.dirfd)
                 self.fail(code, "preallocate", needed=length, free=free, advice=_space_advice(length, free))
-            self.fail(code, "preallocate")
+            self.fail(code, "preallocate", needed=length)
 
     def file(self) -> _engine.File:
         return engine_file(self.fd, self.direct)
 
     def abort(self) -> None:
-        """Removes what was begun. Best effort: what a dead drive keeps, the next save's sweep removes."""
+        """Removes what was begun. Best effort: what a dead drive keeps, the next save's sweep removes.
+
+        Can be called again after a signal handler raised in it: nothing is forgotten before it is done.
+        """
         if os.getpid() != self.pid:
             return  # a forked child must not remove its parent's work
         if self.name:
-            name, self.name = self.name, b""
             with contextlib.suppress(OSError):
-                self.engine.io.unlink(self.dirfd, name)
+                self.engine.io.unlink(self.dirfd, self.name)
+            self.name = b""
         self.close()
 
     def close(self) -> None:
-        if self.fd >= 0 and os.getpid() == self.pid:
-            fd, self.fd = self.fd, -1
-            with contextlib.suppress(OSError):
-                self.engine.io.close(fd)
+        if self.fd < 0:
+            return
+        try:
+            self.engine.io.close(self.fd)
+        except OSError:
+            pass
+        finally:
+            # Whatever it answered, and even if a signal handler raised after
+            # it: the descriptor is gone, and closing again could hit another's.
+            self.fd = -1
 
 
-def _space_advice(needed: int, free: int) -> str:
+def _space_advice(needed: int, free: int | None) -> str | None:
+    if free is None or free >= needed:
+        return None
     return (
         f"{needed:,} bytes are needed and {free:,} are free: free {needed - free:,} more, or save elsewhere."
-        if (needed > free)
-        else "Free space on the drive, or save elsewhere."
     )
+
+
+_VANISHED = "Something removed the temporary file, or its directory, while it was written: save again."
 
 
 def write_plain(source: Source, place: Place, engine: Engine, *, progress: Progress | None = None) -> None:
@@ -361,11 +383,17 @@ def write_plain(source: Source, place: Place, engine: Engine, *, progress: Progr
                     engine.io.truncate(temporary.fd, source.file_bytes)
             with temporary.step("sync"):
                 engine.io.sync(temporary.fd)
-            with temporary.step("rename"):
+            with temporary.step("rename", {errno.ENOENT: _VANISHED}):
                 engine.io.rename(dirfd, temporary.name, place.name)
             temporary.name = b""
         finally:
-            temporary.abort()
+            try:
+                temporary.abort()
+            except BaseException:
+                # A second Ctrl-C, or a handler that raises: not at the price
+                # of a locked file that stays as long as this process lives.
+                temporary.abort()
+                raise
         _sync_directory(dirfd, place, engine)
         if some_locked:
             # A ring keeps the files of its last transfers open, and so locked,
