@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import resource
 import signal
 import sys
@@ -21,7 +22,6 @@ from crash.checkpoints import beside, descriptors, save, state, version_at
 
 import striate
 from striate._engine import Fault, Io
-from support.launch import become
 from support.sandbox import NOBODY
 
 Pipe = Connection
@@ -311,16 +311,46 @@ def save_from_a_truncated_file(
     pipe.send((outcomes, striate.verify(path).ok))
 
 
-def save_as_nobody(pipe: Pipe, path: str) -> None:
-    """An ordinary user's save over a file that is not to be written."""
+def save_as_nobody(pipe: Pipe, path: str, group: int | None = None) -> None:
+    """An ordinary user's save over another's file. ``group``: a further one of that user's."""
     # Whatever is loaded at first use must be: the user may not read where it lies.
-    striate.save([1], os.devnull)
     save(0, path + ".warm")
     os.unlink(path + ".warm")
     if os.geteuid() == 0:
-        become(NOBODY)
+        os.setgroups([] if group is None else [group])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
     try:
         save(2, path)
         pipe.send((0, "saved"))
     except PermissionError as e:
         pipe.send((e.errno, str(e)))
+
+
+def interrupted_at_random(pipe: Pipe, path: str, engine: str, rounds: int, data_bytes: int) -> None:
+    """Ctrl-C at a random moment of many saves in one process."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    standing, interrupted, took_s = 0, 0, 0.0
+    save(0, path, data_bytes=data_bytes)
+    before = descriptors()
+    for n in range(1, rounds + 1):
+        made = state(n, data_bytes=data_bytes)
+        timer = threading.Timer(random.uniform(0, took_s), os.kill, (os.getpid(), signal.SIGINT))
+        begun = time.monotonic()
+        try:
+            try:
+                if n > 3:
+                    timer.start()
+                striate.save(made, path, engine=engine, chunk_bytes=4096)  # type: ignore[arg-type]
+                took_s = time.monotonic() - begun
+            finally:
+                if n > 3:
+                    timer.join()  # the interrupt comes here if the save was quicker
+        except KeyboardInterrupt:
+            interrupted += 1
+        found = version_at(path, data_bytes=data_bytes)
+        assert found in (standing, n)
+        assert beside(path) == []
+        standing = found
+    assert descriptors() == before
+    pipe.send(interrupted)

@@ -101,6 +101,16 @@ def test_ctrl_c_half_way_ends_a_save_and_leaves_the_old_checkpoint(
     assert report["after_s"] < 2
 
 
+def test_ctrl_c_at_any_moment_leaves_the_old_or_the_new_checkpoint_and_nothing_beside_it(
+    memory_dir: Path, engine_name: str, processes: Any
+) -> None:
+    rounds = 60
+    interrupted = run_job(
+        processes, jobs.interrupted_at_random, str(memory_dir / NAME), engine_name, rounds, 1 << 20
+    )
+    assert interrupted > rounds // 2
+
+
 def test_timers_have_no_effect_on_saves_and_loads(tmp_path: Path, engine_name: str, processes: Any) -> None:
     path = tmp_path / NAME
     found, loaded, seen = run_job(processes, jobs.save_under_a_timer, str(path), engine_name, MANY_CHUNKS)

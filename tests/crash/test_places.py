@@ -84,6 +84,21 @@ def test_a_file_without_write_permission_is_not_replaced(memory_dir: Path, proce
     require_alone(path)
 
 
+def test_members_of_a_group_overwrite_each_others_checkpoints(memory_dir: Path, processes: Any) -> None:
+    """The owner cannot be kept, the group can: or the next one of them could not go on with it."""
+    if os.geteuid() != 0:
+        pytest.skip("another user and another group need root")
+    path = memory_dir / NAME
+    group = 54321
+    save(1, path)
+    path.chmod(0o664)
+    os.chown(path, 12345, group)
+    memory_dir.chmod(0o777)
+    assert run_job(processes, jobs.save_as_nobody, str(path), group) == (0, "saved")
+    assert facts(path) == (0o664, NOBODY, group)
+    assert version_at(path) == 2
+
+
 def test_other_names_of_the_file_keep_the_old_checkpoint(tmp_path: Path) -> None:
     path, other = tmp_path / NAME, tmp_path / "other"
     save(1, path)
