@@ -324,12 +324,18 @@ def _load_stream(f: IO[bytes], options: _LoadOptions, progress: ProgressChoice) 
 
 @contextlib.contextmanager
 def _about(path: str) -> Iterator[None]:
-    """Graph and manifest know no paths: what they refuse is told here which file it speaks of."""
+    """The graph knows no paths: what it refuses is told here which file it speaks of, and what can be done."""
     try:
         yield
     except (CorruptCheckpoint, FormatError, UnsafePickle) as e:
         if path not in str(e):
-            e.args = (f"{path}: {e}",)
+            advice = ""
+            if isinstance(e, FormatError):
+                advice = (
+                    ". Nothing was loaded. Tensors can still be read by name (striate.load_tensors), or load an "
+                    "earlier checkpoint."
+                )
+            e.args = (f"{path}: {e}{advice}",)
         if isinstance(e, CorruptCheckpoint) and not e.path:
             e.path = path
         raise

@@ -295,6 +295,7 @@ def test_bare_tensor_and_bare_list_come_back(target: Path) -> None:
         same(striate.load(target), value)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
 def test_every_dtype_comes_back(target: Path, engine: Any) -> None:
     dtypes = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
     state: dict[str, torch.Tensor] = {}
@@ -317,6 +318,7 @@ def test_every_dtype_comes_back(target: Path, engine: Any) -> None:
         assert loaded[name].untyped_storage().tolist() == tensor.untyped_storage().tolist(), name
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:torch.quantize_per_tensor", "ignore:TypedStorage is")
 def test_exotic_tensors_come_back_as_torch_brings_them(target: Path, tmp_path: Path, engine: Any) -> None:
     indices, values = torch.tensor([[0, 1, 1], [2, 0, 2]]), torch.tensor([3.0, 4.0, 5.0])
     with_attribute = torch.ones(3)

@@ -46,6 +46,7 @@ def test_rebuild_functions_see_the_values(target: Path, engine: Any) -> None:
         assert striate.load(target, engine=engine) == {"a": 10000.0, "b": 6.0}
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks", "ignore:Sparse CSR")
 def test_sparse_tensors_with_their_invariants_checked(target: Path, engine: Any) -> None:
     coo = torch.sparse_coo_tensor(torch.tensor([[0, 1], [2, 0]]), torch.tensor([3.0, 4.0]), (2, 3))
     state = {
