@@ -328,11 +328,13 @@ def save_as_nobody(pipe: Pipe, path: str, group: int | None = None) -> None:
 
 
 def interrupted_at_random(pipe: Pipe, path: str, engine: str, rounds: int, data_bytes: int) -> None:
-    """Ctrl-C at a random moment of many saves in one process."""
+    """Ctrl-C at a random moment of many saves in one process.
+
+    Descriptors are not compared: Python raises between the return of an open and the assignment of its result, too.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     standing, interrupted, took_s = 0, 0, 0.0
     save(0, path, data_bytes=data_bytes)
-    before = descriptors()
     for n in range(1, rounds + 1):
         made = state(n, data_bytes=data_bytes)
         timer = threading.Timer(random.uniform(0, took_s), os.kill, (os.getpid(), signal.SIGINT))
@@ -352,5 +354,4 @@ def interrupted_at_random(pipe: Pipe, path: str, engine: str, rounds: int, data_
         assert found in (standing, n)
         assert beside(path) == []
         standing = found
-    assert descriptors() == before
     pipe.send(interrupted)

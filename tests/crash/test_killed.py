@@ -104,9 +104,9 @@ def test_ctrl_c_half_way_ends_a_save_and_leaves_the_old_checkpoint(
 def test_ctrl_c_at_any_moment_leaves_the_old_or_the_new_checkpoint_and_nothing_beside_it(
     memory_dir: Path, engine_name: str, processes: Any
 ) -> None:
-    rounds = 60
+    rounds = 40
     interrupted = run_job(
-        processes, jobs.interrupted_at_random, str(memory_dir / NAME), engine_name, rounds, 1 << 20
+        processes, jobs.interrupted_at_random, str(memory_dir / NAME), engine_name, rounds, 1 << 19
     )
     assert interrupted > rounds // 2
 
