@@ -88,6 +88,54 @@ def test_a_kernel_that_stays_short_of_memory_is_an_error_and_not_a_hang(tmp_path
     assert outcome(done.stdout)[:3] == ["failed", str(ERING), str(-errno.EAGAIN)]
 
 
+MIDWAY = """
+    import errno, sys
+    from pathlib import Path
+    import numpy as np
+    from support import launch
+    from striate._engine import JOB_CHECKSUM, JOB_STABLE, Fault, Io, RunError
+    from support.contents import cycling
+    from support.tables import BLOCK, digests, memory, open_descriptors, opened, tables, threads
+
+    direction, folder = sys.argv[1], Path(sys.argv[2])
+    data = memory(1000 * BLOCK)
+    data[:] = np.frombuffer(cycling(len(data)), np.uint8)
+    jobs, extents = tables(data, flags=JOB_CHECKSUM | JOB_STABLE)
+    jobs["digest"] = np.frombuffer(b"".join(digests(data, jobs)), np.uint8).reshape(-1, 16)
+    before = open_descriptors(), threads()
+    refused = False
+
+    def refuse(done):
+        global refused
+        if not refused:
+            launch.refuse_calls({"io_uring_enter": errno.EPERM}, all_threads=True)
+            refused = True
+
+    with opened(Io("posix"), folder) as file:
+        Io("posix").run("write", [file], jobs, extents)
+        io = Io("uring", faults=[Fault("any", "short", count=0, value=4096)])  # slow
+        try:
+            io.run(direction, [file], jobs, extents, progress=refuse)
+            print("no error")
+        except RunError as error:
+            print(error.code, error.detail, 0 < error.stats.bytes < len(data))
+        # What was in flight has landed: nothing moves any more.
+        assert all(trace.result != 0 for trace in io.traces() if trace.op == direction)
+        data[:] = 0
+        assert not data.any()
+    assert (open_descriptors(), threads()) == before
+"""
+
+
+@pytest.mark.needs_io_uring
+@pytest.mark.parametrize("direction", ["write", "read"])
+def test_a_ring_that_stops_working_midway_is_drained_and_then_an_error(
+    direction: str, tmp_path: Path
+) -> None:
+    done = run_python(MIDWAY, direction, tmp_path, env=TESTS, timeout_s=60)
+    assert outcome(done.stdout) == [str(ERING), str(-errno.EPERM), "True"]
+
+
 def test_the_posix_engine_needs_none_of_it(tmp_path: Path) -> None:
     refuse = dict.fromkeys(("io_uring_setup", "io_uring_enter", "io_uring_register"), "EPERM")
     done = run_python(ROUND_TRIP, "posix", tmp_path, refuse=refuse, env=TESTS)

@@ -23,6 +23,8 @@ CALLS = {"io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427}
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
+SECCOMP_CALL = {"x86_64": 317, "aarch64": 277}
+SECCOMP_SET_MODE_FILTER, FLAG_ALL_THREADS = 1, 1
 LOAD_WORD, JUMP_EQUAL, RETURN = 0x20, 0x15, 0x06
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000
 OFFSET_NR, OFFSET_ARCH = 0, 4  # in struct seccomp_data
@@ -32,8 +34,11 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
 
 
-def refuse_calls(refused: Mapping[str, int]) -> None:
-    """From now on, in this process and its children, each call answers its errno. Cannot be undone."""
+def refuse_calls(refused: Mapping[str, int], *, all_threads: bool = False) -> None:
+    """From now on, in this thread and what it starts, each call answers its errno. Cannot be undone.
+
+    ``all_threads``: in those that run already, too.
+    """
     machine = platform.machine()
     if machine not in ARCHITECTURES:
         raise OSError(errno.ENOTSUP, f"no seccomp filter is written for {machine}")
@@ -55,8 +60,10 @@ def refuse_calls(refused: Mapping[str, int]) -> None:
     packed = b"".join(program)
     filter_ = _Program(len(program), packed)
     # An ordinary user may only install a filter after giving up set-uid programs.
-    if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(
-        PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(filter_), 0, 0
+    if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or (
+        libc.syscall(SECCOMP_CALL[machine], SECCOMP_SET_MODE_FILTER, FLAG_ALL_THREADS, ctypes.byref(filter_))
+        if all_threads
+        else libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(filter_), 0, 0)
     ):
         code = ctypes.get_errno()
         raise OSError(code, f"prctl: {os.strerror(code)}")
