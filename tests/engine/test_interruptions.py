@@ -187,6 +187,26 @@ def test_workers_leave_every_signal_to_the_threads_that_expect_it(kind: Kind, tm
             assert mask >> (number - 1) & 1
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_slots_are_not_shared_with_a_forked_child(kind: Kind, tmp_path: Path) -> None:
+    data = filled(200 * BLOCK)
+    jobs, extents = tables(data)
+    apart: list[int] = []  # bytes of mappings that a child does not get ("dc" in their flags), at each look
+
+    def look(_: int) -> None:
+        total = size = 0
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if line.startswith("Size:"):
+                size = int(line.split()[1]) << 10
+            elif line.startswith("VmFlags:") and "dc" in line.split():
+                total += size
+        apart.append(total)
+
+    with opened(Io(kind), tmp_path) as file:
+        _, stats = Io(kind, faults=SLOW).run("write", [file], jobs, extents, progress=look)
+    assert max(apart) >= stats.slot_bytes > 0
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_child_forked_in_the_middle_of_a_run_disturbs_nothing_and_can_run_itself(
