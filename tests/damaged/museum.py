@@ -1,4 +1,4 @@
-"""Checkpoints to break, ways to forge them, and what every reader must say of a broken one. Nothing here tests anything."""
+"""Checkpoints to break, ways to forge them, and what every reader must say of them. Nothing here tests anything."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ def test_direct_io_that_is_refused_only_in_use_goes_on_buffered(target: Path, ki
 # ---- other file systems ----------------------------------------------------
 
 
-def test_overlay(make_loop_drives: Callable[..., list[LoopDrive]]) -> None:
+def test_overlay(make_loop_drives: Callable[..., list[LoopDrive]], engine: Any) -> None:
     # The drive is only for its mount namespace, which takes the overlay with it.
     (drive,) = make_loop_drives(1, size_bytes=64 << 20)
     for name in ("lower", "upper", "work", "merged"):
@@ -215,12 +215,11 @@ def test_overlay(make_loop_drives: Callable[..., list[LoopDrive]]) -> None:
     try:
         same(striate.load(merged / "below"), {"old": torch.ones(3)})
         (merged / "folder").mkdir()
-        for engine in ("uring", "posix"):
-            check(
-                merged / "folder",
-                {str(n): tensor_of(length, start=n) for n, length in enumerate(SIZES)},
-                engine,
-            )
+        check(
+            merged / "folder",
+            {str(n): tensor_of(length, start=n) for n, length in enumerate(SIZES)},
+            engine,
+        )
         # A file of the lower layer is replaced in the upper one, and only there.
         striate.save({"new": torch.ones(3)}, merged / "below")
         same(striate.load(merged / "below"), {"new": torch.ones(3)})
@@ -229,31 +228,29 @@ def test_overlay(make_loop_drives: Callable[..., list[LoopDrive]]) -> None:
         subprocess.run(["umount", str(merged)], check=True)
 
 
-def test_sizes_on_xfs(make_loop_drives: Callable[..., list[LoopDrive]]) -> None:
+def test_sizes_on_xfs(make_loop_drives: Callable[..., list[LoopDrive]], engine: Any) -> None:
     (drive,) = make_loop_drives(1, size_bytes=320 << 20, file_system="xfs")
     state = {str(length): tensor_of(length, start=n) for n, length in enumerate(SIZES)}
     state["odd"] = odd_tensor(CHUNK + 1)
-    for engine in ("uring", "posix"):
-        check(drive.path, state, engine)
+    check(drive.path, state, engine)
 
 
 def test_checkpoint_moves_between_drives_of_different_sectors(
-    tmp_path: Path, make_loop_drives: Callable[..., list[LoopDrive]]
+    tmp_path: Path, make_loop_drives: Callable[..., list[LoopDrive]], engine: Any
 ) -> None:
     (tmp_path / "a").mkdir()
     (large,) = make_loop_drives(1, size_bytes=64 << 20, sector_bytes=4096)
     (large.path / "here").mkdir()
     state = {str(length): tensor_of(length, start=n) for n, length in enumerate(SIZES)}
     state["odd"] = odd_tensor(CHUNK + 1)
-    for engine in ("uring", "posix"):
-        check(large.path / "here", state, engine)
-        there = large.path / "here" / "checkpoint"
-        shutil.copy(there, tmp_path / "a" / "copy")
-        same(striate.load(tmp_path / "a" / "copy", engine=engine), state)  # type: ignore[arg-type]
-        striate.save(state, tmp_path / "a" / "small", engine=engine, chunk_bytes=CHUNK)  # type: ignore[arg-type]
-        shutil.copy(tmp_path / "a" / "small", there)
-        same(striate.load(there, engine=engine), state)  # type: ignore[arg-type]
-        into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-        same(striate.load_into(into, there, engine=engine), state)  # type: ignore[arg-type]
-        assert striate.load_tensors(there, ["4097"], engine=engine)["4097"].numel() == 4097  # type: ignore[arg-type]
-        os.unlink(there)
+    check(large.path / "here", state, engine)
+    there = large.path / "here" / "checkpoint"
+    shutil.copy(there, tmp_path / "a" / "copy")
+    same(striate.load(tmp_path / "a" / "copy", engine=engine), state)
+    striate.save(state, tmp_path / "a" / "small", engine=engine, chunk_bytes=CHUNK)
+    shutil.copy(tmp_path / "a" / "small", there)
+    same(striate.load(there, engine=engine), state)
+    into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    same(striate.load_into(into, there, engine=engine), state)
+    assert striate.load_tensors(there, ["4097"], engine=engine)["4097"].numel() == 4097
+    os.unlink(there)
