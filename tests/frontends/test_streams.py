@@ -152,6 +152,20 @@ def test_file_that_appends_only_by_its_flag(target: Path, flat: Any) -> None:
         same(striate.load(f), flat)
 
 
+def test_object_that_appends_and_has_no_descriptor_to_ask(flat: Any) -> None:
+    class Appending(io.BytesIO):
+        mode = "ab"
+
+        def write(self, data: Any) -> int:
+            self.seek(0, io.SEEK_END)
+            return super().write(data)
+
+    stream = Appending(b"kept")
+    striate.save(flat, stream)
+    stream.seek(4)
+    same(striate.load(stream), flat)
+
+
 def test_compressed_stream(target: Path, nested: Any) -> None:
     with gzip.open(target, "wb") as f:
         striate.save(nested, f)
