@@ -32,7 +32,7 @@ class Fault:
     kind: Literal["error", "short", "cut"] = "error"
     nth: int = 0
     count: int = 1  # 0: for ever
-    value: int = 5  # errno, or bytes
+    value: int = 5  # errno; or, of "short", the bytes that a transfer answers at most
 
 @dataclass(frozen=True)
 class Trace:
@@ -120,7 +120,9 @@ class Io:
     ) -> tuple[NDArray[np.void], Stats]:
         """Blocks with the GIL released, looks at Python's signals every 100 ms. A signal handler (or progress)
         that raises cancels the run, waits for what is in flight and lets the exception through.
-        Memory in extents and the arrays must stay alive until this returns."""
+        Memory in extents and the arrays must stay alive until this returns.
+        ValueError: a wrong table, with the job's index; OSError ENOMEM: one slot does not fit budget_bytes;
+        RunError: the first hard error."""
     def traces(self) -> list[Trace]: ...
 
 @dataclass(frozen=True)

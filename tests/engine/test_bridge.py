@@ -24,7 +24,7 @@ from support.tables import memory
 STUB = Path(striate.__file__).with_name("_engine.pyi")
 
 
-def test_the_stub_names_what_the_module_has_and_nothing_else() -> None:
+def test_the_stub_tells_the_truth_about_the_module() -> None:
     tree = ast.parse(STUB.read_text())
     for node in tree.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
