@@ -68,7 +68,9 @@ int st_sys_allocate(struct st_io *io, int fd, uint64_t length)
 		return 0;
 	/* Mode 0 also sets the size: KEEP_SIZE would leave every write an extending one. */
 	ret = (int)RETRY(fallocate(fd, 0, 0, (off_t)length));
-	if (ret == -EOPNOTSUPP || ret == -ENOSYS)
+	/* The last two are what some network and user-space file systems answer to
+	 * a mode they do not know; a real refusal meets ftruncate as well. */
+	if (ret == -EOPNOTSUPP || ret == -ENOSYS || ret == -EINVAL || ret == -EPERM)
 		ret = st_sys_truncate(io, fd, length);
 	return ret;
 }

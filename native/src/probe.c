@@ -53,7 +53,9 @@ int st_direct_alignment(int fd, uint32_t *mem_align, uint32_t *offset_align)
 
 	*mem_align = *offset_align = 0;
 	if (syscall(SYS_statx, fd, "", AT_EMPTY_PATH, STATX_DIOALIGN_MASK, answer) < 0)
-		return errno == ENOSYS ? -ENOTSUP : -errno;
+		/* Old kernels lack the call, old seccomp profiles answer EPERM to what
+		 * they do not know: either way nothing is reported. */
+		return errno == EBADF ? -EBADF : -ENOTSUP;
 	memcpy(&mask, answer + STATX_OFFSET_MASK, sizeof(mask));
 	if (!(mask & STATX_DIOALIGN_MASK))
 		return -ENOTSUP;

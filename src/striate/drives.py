@@ -21,6 +21,7 @@ __all__ = [
     "display",
     "file_maps",
     "free_bytes",
+    "is_descriptor_path",
     "is_temporary_name",
     "memlock_limit_bytes",
     "resolve",
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 _LINKS_MAX = 40  # as the kernel's own limit on following links (path_resolution(7))
+_DESCRIPTORS = re.compile(rb"/proc/[0-9]+/(task/[0-9]+/)?fd\Z")
 _TEMPORARY = re.compile(rb"\.striate-[0-9a-f]{32}\Z")
 
 
@@ -98,6 +100,12 @@ def _require_directory(directory: bytes, given: str, doing: str, state: str) -> 
         raise drive_error(e.errno or errno.EIO, doing, path=given, state=state, advice=advice) from None
     if not stat.S_ISDIR(found.st_mode):
         raise drive_error(errno.ENOTDIR, doing, path=given, state=state)
+
+
+def is_descriptor_path(path: str | bytes) -> bool:
+    """Does it name an open descriptor (/dev/fd/3, /proc/self/fd/3)? What such a link shows may be no path at all."""
+    directory = os.path.realpath(os.path.dirname(os.fsencode(path)))
+    return _DESCRIPTORS.match(directory) is not None
 
 
 def free_bytes(dirfd: int) -> int | None:

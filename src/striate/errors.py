@@ -27,6 +27,7 @@ __all__ = [
     "FormatError",
     "LoadMismatch",
     "MissingMember",
+    "NotEnoughMemory",
     "StriateError",
     "StriateWarning",
     "UnsafePickle",
@@ -114,6 +115,10 @@ class LoadMismatch(StriateError, RuntimeError):
         self.missing = tuple(missing)
         self.unexpected = tuple(unexpected)
         self.mismatched = tuple(mismatched)
+
+
+class NotEnoughMemory(StriateError, MemoryError):
+    """The tensors of a checkpoint do not fit into the memory that is left."""
 
 
 class UnsafePickle(StriateError, pickle.UnpicklingError):

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from striate import _engine, image, manifest
-from striate.errors import CorruptCheckpoint, FormatError
+from striate.errors import CorruptCheckpoint, FormatError, StriateError
 from striate.volume import Source
 
 __all__ = ["StreamReader", "write"]
@@ -37,8 +37,13 @@ def write(source: Source, f: IO[bytes], *, progress: Progress | None = None) -> 
         digests = b"".join(_digest(source, chunk, views) for chunk, views in _chunks(source))
         manifest.seal(source.header, digests)
         _write_all(f, source.header)
-        for _ in _written(source, f, progress):
-            pass
+        for chunk, digest in enumerate(_written(source, f, progress)):
+            if digest != digests[16 * chunk : 16 * chunk + 16]:
+                raise StriateError(
+                    f"save failed: tensors changed while they were written to {getattr(f, 'name', f)!s}, which cannot "
+                    "go back to correct their checksums: what was written so far is no checkpoint. Keep other threads "
+                    "from changing them meanwhile, save a copy, or save to a path."
+                )
         return
     _write_all(f, bytes(len(source.header)))
     digests = b"".join(_written(source, f, progress))

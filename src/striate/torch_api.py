@@ -28,6 +28,7 @@ from striate.errors import (
     DriveError,
     FormatError,
     LoadMismatch,
+    NotEnoughMemory,
     StriateError,
     UnsafePickle,
 )
@@ -202,12 +203,14 @@ def _is_path(f: object) -> bool:
 
 
 def _is_special(path: str | bytes) -> bool:
-    """A pipe, a device, a socket: written to and read from as it is, never replaced."""
+    """A pipe, a device, a socket, an open descriptor's own path: written to and read from as it is, never replaced."""
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError):
         return False  # opening it will word the error
-    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+    if stat.S_ISDIR(mode):
+        return False
+    return not stat.S_ISREG(mode) or drives.is_descriptor_path(path)
 
 
 # ---- load ------------------------------------------------------------------
@@ -269,7 +272,10 @@ _TORCH_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 def _is_torch_file(prefix: bytes) -> bool:
-    return prefix.startswith((b"PK\x03\x04", _TORCH_MAGIC)) or prefix[257:262] == b"ustar"
+    return prefix.startswith((b"PK\x03\x04", _TORCH_MAGIC)) or (
+        # A tar begins with a file's name, a header of safetensors, after its length, with a brace.
+        prefix[257:262] == b"ustar" and prefix[8:9] != b"{"
+    )
 
 
 def _torch_load(f: Any, options: _LoadOptions) -> Any:
@@ -401,10 +407,16 @@ def _allocate(
     table = held.table
     lengths = table.lengths if wanted is None else np.where(wanted, table.lengths, 0)
     allocate = restore.allocate
-    storages = [
-        allocate(length, location)
-        for length, location in zip(lengths.tolist(), table.locations_list(), strict=True)
-    ]
+    try:
+        storages = [
+            allocate(length, location)
+            for length, location in zip(lengths.tolist(), table.locations_list(), strict=True)
+        ]
+    except (MemoryError, RuntimeError) as e:
+        raise NotEnoughMemory(
+            f"load failed: the tensors take {int(lengths.sum()):,} bytes, and there is no memory for them ({e}). "
+            "Nothing was loaded. Free memory, take some tensors with load_tensors, or load_into tensors that exist."
+        ) from None
     addresses = np.zeros(len(storages) + (table.graph is not None), np.uint64)
     if restore.reads_data:
         for n, (storage, length) in enumerate(zip(storages, lengths.tolist(), strict=True)):

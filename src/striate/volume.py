@@ -58,6 +58,11 @@ _HEADER_BLOCK_BYTES = 4 << 20
 _SEQUENCE = re.compile(rb'"striate\.sequence":"([0-9]{20})"')
 _SEQUENCE_MAX = 1 << 62  # nanoseconds: the year 2116
 
+# Answers to flock of file systems without locks (Lustre without -o flock, NFS
+# with nolock). A temporary is then not locked, and no sweep there, which needs
+# the lock, removes it: what a killed saver leaves stays until a person looks.
+_NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -265,11 +270,14 @@ class _Temporary:
     def create(self, uuid: bytes) -> None:
         """Makes and locks the file. Tries another name if a sweeper took this one before it was locked."""
         io = self.engine.io
+        # What was private is private from the first moment; take_mode gives the rest.
+        old = self.place.existing
+        mode = 0o666 if old is None else stat.S_IMODE(old.st_mode) & 0o600
         for _ in range(16):
             self.name = temporary_name(uuid)
             with self.step("create"):
                 self.fd, self.direct = open_direct(
-                    io, self.dirfd, self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666
+                    io, self.dirfd, self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode
                 )
             try:
                 io.lock(self.fd)
@@ -278,6 +286,8 @@ class _Temporary:
             except BlockingIOError:
                 pass
             except OSError as e:
+                if e.errno in _NO_LOCKS:
+                    return
                 self.fail(e.errno or errno.EIO, "lock")
             self.abort()
             uuid = secrets.token_bytes(16)
