@@ -137,7 +137,7 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 @contextlib.contextmanager
 def _slots(count: int = DEPTH) -> Iterator[mmap.mmap]:
     """Page-aligned memory, written once: else the kernel would map zero pages, or fault, under the clock."""
-    with mmap.mmap(-1, count * BLOCK_BYTES) as slots:
+    with mmap.mmap(-1, count * BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as slots:
         slots[:] = os.urandom(4096) * (len(slots) // 4096)
         yield slots
 
