@@ -133,10 +133,11 @@ def held() -> dict[str, int]:
     with open("/proc/self/status") as status:
         fields = dict(line.split(":", 1) for line in status)
     with open("/proc/self/maps") as maps:
-        maps_count = sum(1 for _ in maps)
+        lines = maps.readlines()
     return {
+        "instrumented": any("libasan" in line for line in lines),
         "descriptors": len(descriptors()),
-        "maps": maps_count,
+        "maps": len(lines),
         "threads": len(os.listdir("/proc/self/task")),
         "locked": int(fields["VmLck"].split()[0]) + int(fields["VmPin"].split()[0]),
         "resident_mib": int(fields["VmRSS"].split()[0]) >> 10,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -303,6 +304,38 @@ def test_a_temporary_that_a_sweeper_took_before_it_was_locked_is_made_again(
     assert sum(entry.op == "open" and bool(entry.offset & os.O_EXCL) for entry in io.traces()) == 2
     assert version_at(path) == NEW
     assert descriptors() == before
+    require_alone(path)
+
+
+class LetsGoLate(Io):
+    """A killed saver's ring still holds its file when the next save begins, and no longer when that one ends."""
+
+    held = -1
+
+    def rename(self, dirfd: int, old: bytes, new: bytes) -> None:
+        os.close(self.held)
+        super().rename(dirfd, old, new)
+
+
+def test_a_temporary_that_was_locked_when_a_save_began_is_swept_when_it_ends(
+    tmp_path: Path, engine_name: str
+) -> None:
+    path = tmp_path / NAME
+    io = LetsGoLate(engine_name)  # type: ignore[arg-type]
+    io.held = os.open(tmp_path / (".striate-" + "5a" * 16), os.O_RDWR | os.O_CREAT)
+    fcntl.flock(io.held, fcntl.LOCK_EX)
+    save(NEW, path, engine=io)
+    assert version_at(path) == NEW
+    require_alone(path)
+
+
+def test_a_temporary_whose_saver_lives_is_never_swept(tmp_path: Path, engine_name: str) -> None:
+    path, other = tmp_path / NAME, tmp_path / (".striate-" + "5a" * 16)
+    with open(other, "wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        save(NEW, path, engine=engine_name)
+        assert beside(path) == [other.name]
+    save(NEXT, path, engine=engine_name)
     require_alone(path)
 
 

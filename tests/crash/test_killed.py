@@ -222,6 +222,8 @@ def _require_flat(early: dict[str, int], late: dict[str, int]) -> None:
     assert late["descriptors"] == early["descriptors"]
     assert late["threads"] == early["threads"]
     assert late["locked"] == early["locked"]
+    if late["instrumented"]:
+        return  # AddressSanitizer keeps freed memory for a while, in mappings of its own
     # Allocators keep what they had; what grows with each save is a leak.
     assert late["maps"] <= early["maps"] + 8
     assert late["resident_mib"] <= early["resident_mib"] + 16
