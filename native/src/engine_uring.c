@@ -12,6 +12,8 @@
  * nothing of ours is in flight that could free some. */
 #define STARVED_MAX_NS (5ull * 1000000000u)
 #define POLL_NS 500000u
+/* The longest pause before asking again for a ring that did not fit: 63 ms in all. */
+#define ENOMEM_NAP_MAX_NS 32000000u
 
 struct uring_queue {
 	struct st_queue queue;
@@ -26,15 +28,10 @@ static void uring_free(struct st_io *io)
 	free(io);
 }
 
-static int uring_queue_open(struct st_io *io, unsigned depth, struct st_queue **out)
+static int ring_init(struct uring_queue *self, unsigned depth)
 {
-	struct uring_queue *self = calloc(1, sizeof(*self));
 	int ret = -EINVAL;
 
-	if (!self)
-		return -ENOMEM;
-	self->queue.io = io;
-	st_list_init(&self->done);
 	/* No interrupt of the worker for each completion: it looks when it has
 	 * time. Linux 5.19; EINVAL before. */
 #ifdef IORING_SETUP_COOP_TASKRUN
@@ -42,6 +39,25 @@ static int uring_queue_open(struct st_io *io, unsigned depth, struct st_queue **
 #endif
 	if (ret == -EINVAL)
 		ret = io_uring_queue_init(depth, &self->ring, 0);
+	return ret;
+}
+
+static int uring_queue_open(struct st_io *io, unsigned depth, struct st_queue **out)
+{
+	struct uring_queue *self = calloc(1, sizeof(*self));
+	int ret;
+
+	if (!self)
+		return -ENOMEM;
+	self->queue.io = io;
+	st_list_init(&self->done);
+	/* Rings count against the user's locked memory, and a closed one gives its
+	 * share back only a little later: the run before this one may be in the way. */
+	for (uint64_t nap_ns = 1000000; (ret = ring_init(self, depth)) == -ENOMEM; nap_ns *= 2) {
+		if (nap_ns > ENOMEM_NAP_MAX_NS)
+			break;
+		st_nap(nap_ns);
+	}
 	if (ret < 0) {
 		free(self);
 		return ret;
