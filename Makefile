@@ -16,6 +16,8 @@ TORCH ?= $(TORCH_DEFAULT)
 # The system's own Python: it matches python3-dev, and any user can run it.
 PYTHON ?= $(shell test -x /usr/bin/python3 && echo /usr/bin/python3 || command -v python3)
 SIZE ?= smoke
+# Tests at a time. Much of their time is waiting for syncs; more than the cores makes kills and interrupts miss.
+JOBS ?= 2
 # Extra words for pytest, e.g. make test-suite PYTEST_ARGS='-k power_cut -x'
 PYTEST_ARGS ?=
 
@@ -35,7 +37,8 @@ SYSTEM_STAMP := build/stamps/system
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard CMakePresets.json README.md LICENSE) \
            $(shell find src native -type f ! -name '*.so' ! -path '*/__pycache__/*' 2>/dev/null)
 PIP := $(PY) -m pip --disable-pip-version-check -qq
-PYTEST := $(ROOT)/$(PY) -m pytest $(PYTEST_ARGS)
+PYTEST_OPTIONS := --numprocesses $(JOBS) $(PYTEST_ARGS)
+PYTEST := $(ROOT)/$(PY) -m pytest $(PYTEST_OPTIONS)
 say = @printf '\n== %s\n' "$(1)"
 
 .PHONY: help demo test lint bench asan tsan wheel clean setup \
@@ -93,7 +96,7 @@ test-suite: $(STAMP)/striate
 
 test-user: $(STAMP)/striate
 	$(call say,as an ordinary user)
-	@scripts/as-user.sh $(VENV)/bin/python -m pytest $(PYTEST_ARGS) -p no:cacheprovider \
+	@scripts/as-user.sh $(VENV)/bin/python -m pytest $(PYTEST_OPTIONS) -p no:cacheprovider \
 	    tests/unit/test_liburing.py tests/engine tests/crash tests/frontends
 
 test-refused: $(STAMP)/striate
@@ -104,7 +107,7 @@ test-refused: $(STAMP)/striate
 test-wheel: $(STAMP)/tools build/wheel/stamp
 	$(call say,the wheel in an empty environment without a compiler)
 	@scripts/check-wheel.sh $(VENV) build/wheel/*.whl
-	@scripts/test-wheel.sh $(VENV_WHEEL) "$(PYTHON)" "$(TORCH)" $(PYTEST_ARGS)
+	@scripts/test-wheel.sh $(VENV_WHEEL) "$(PYTHON)" "$(TORCH)" $(PYTEST_OPTIONS)
 
 lint: $(STAMP)/striate
 	$(call say,lint)
@@ -120,7 +123,7 @@ asan-engine: $(STAMP)/tools
 
 asan-suite: $(STAMP)/striate
 	$(call say,the Python suite under ASan and UBSan)
-	@scripts/asan-suite.sh $(VENV) $(PYTEST_ARGS)
+	@scripts/asan-suite.sh $(VENV) $(PYTEST_OPTIONS)
 
 tsan: $(STAMP)/tools
 	$(call say,the engine under TSan)
