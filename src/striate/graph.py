@@ -11,6 +11,7 @@ private unpickler: what moves between versions of torch moves here.
 from __future__ import annotations
 
 import functools
+import gc
 import io
 import math
 import pickle as _pickle
@@ -22,8 +23,9 @@ import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -146,6 +148,19 @@ _TypedStorage: Any = torch.storage.TypedStorage
 _default_restore_location: Any = torch.serialization.default_restore_location
 
 
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """No cyclic garbage collection meanwhile: 100,000 new tensors, none of them garbage, cost more to look through
+    again and again than to make."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 # --- names -----------------------------------------------------------------------
 
 
@@ -162,6 +177,7 @@ def _is_valid_name(name: str) -> bool:
 
 
 _ATOMS = frozenset({str, int, float, bool, type(None), bytes, complex})
+_NEVER_STORAGE = _ATOMS | {dict, list, tuple, OrderedDict, torch.Size, torch.nn.Parameter, FunctionType}
 
 
 def _children(container: object) -> Iterator[tuple[object, object]] | None:
@@ -255,7 +271,8 @@ class _Saver:
         self.keep: list[object] = []  # every object whose id or _cdata is a key above
         self.dtypes: dict[int, torch.dtype] = {}  # data_ptr -> dtype, torch.save's rule
         self.forms: dict[tuple[torch.dtype, torch.Size], tuple[Plain, tuple[int, ...]]] = {}
-        self.locations: dict[object, str] = {}
+        self.locations: dict[torch.device, str] = {}
+        self.cpu: str | None = None  # the location of tensors on the CPU, once asked for
         self.awaited = 0  # _cdata of the storage that the tied tensor being pickled will name
 
     def whole(self, tensor: Tensor) -> tuple[Plain, torch.UntypedStorage] | None:
@@ -299,19 +316,23 @@ class _Saver:
 
     def location(self, tensor: Tensor, storage: torch.UntypedStorage) -> str:
         # Taggers are asked once a device: asking costs as much as all other checks of a tensor together.
-        key: object = "cpu" if tensor.is_cpu else tensor.device
-        location = self.locations.get(key)
+        location = self.locations.get(tensor.device)
         if location is None:
-            location = self.locations[key] = torch.serialization.location_tag(storage)
+            location = self.locations[tensor.device] = torch.serialization.location_tag(storage)
+            if tensor.is_cpu:
+                self.cpu = location
         return location
 
     def add_plain(self, tensor: Tensor, plain: Plain, storage: torch.UntypedStorage) -> int:
-        self.check_dtype(tensor.data_ptr(), tensor.dtype)
+        pointer = tensor.data_ptr()
+        if pointer and self.dtypes.setdefault(pointer, tensor.dtype) is not tensor.dtype:
+            self.check_dtype(pointer, tensor.dtype)
+        location = self.cpu if tensor.is_cpu else None
+        if location is None:
+            location = self.location(tensor, storage)
         entries = self.entries
         n = self.index[storage._cdata] = len(entries)
-        entries.append(
-            StorageEntry(storage.nbytes(), self.location(tensor, storage), plain, None, True, storage)
-        )
+        entries.append(StorageEntry(tensor.nbytes, location, plain, None, True, storage))
         self.keep.append(tensor)
         return n
 
@@ -320,7 +341,7 @@ class _Saver:
         if kind is Tensor:
             n = self.rows.get(id(obj))
             return ("storage", n) if n is not None else self.first_seen(obj)
-        if kind in _ATOMS:
+        if kind in _NEVER_STORAGE:
             return None
         if isinstance(obj, torch.storage.TypedStorage) or torch.is_storage(obj):
             return self.storage(obj)
@@ -390,10 +411,13 @@ def dumps(obj: object, *, pickle_module: Any = _pickle, pickle_protocol: int = 2
     No byte of a tensor is read or copied. ``pickle_protocol`` other than 2 makes a graph that
     ``weights_only=True`` may refuse, as with torch; 0 cannot name a storage: ValueError.
     """
-    if type(obj) is dict:
-        flat = _dumps_flat(obj)
-        if flat is not None:
-            return flat
+    with _collector_paused():
+        return (_dumps_flat(obj) if type(obj) is dict else None) or _dumps(
+            obj, pickle_module, pickle_protocol
+        )
+
+
+def _dumps(obj: object, pickle_module: Any, pickle_protocol: int) -> Graph:
     if pickle_protocol == 0:
         raise ValueError("pickle protocol 0 cannot name a storage; use 2, the default")
 
@@ -1158,16 +1182,15 @@ def loads(
     if tls is not None:
         tls.map_location = map_location  # for wrapper subclasses, which place themselves
     try:
-        if pickle is None:
-            tensor = loader.tensor
-            result: Any = {name: tensor(n) for n, name in enumerate(names)}
-            if len(result) != len(names):
-                raise FormatError("the checkpoint has two tensors of one name")
-        elif weights_only:
-            with _devices_kept():
+        with _collector_paused(), _devices_kept():
+            if pickle is None:
+                tensor = loader.tensor
+                result: Any = {name: tensor(n) for n, name in enumerate(names)}
+                if len(result) != len(names):
+                    raise FormatError("the checkpoint has two tensors of one name")
+            elif weights_only:
                 result = _loads_restricted(pickle, loader, module, pickle_load_args)
-        else:
-            with _devices_kept():
+            else:
                 result = _loads_unrestricted(pickle, loader, pickle_module or _pickle, pickle_load_args)
         torch._utils._validate_loaded_sparse_tensors()
         return result
