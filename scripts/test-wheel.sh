@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # test-wheel.sh VENV PYTHON TORCH [PYTEST_ARGS...]: the wheel in an environment that holds nothing else of ours,
-# with no compiler or build tool in PATH, tested from a folder without the sources.
+# with no compiler or build tool in PATH, tested from a folder without sources.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=$1 python=$2 torch=$3
@@ -33,6 +33,6 @@ done
 
 "${pip[@]}" install --force-reinstall --no-deps build/wheel/*.whl
 "${pip[@]}" install build/wheel/*.whl
-cp -r tests pyproject.toml "$scratch/"
+cp -r tests docs pyproject.toml "$scratch/"
 cd "$scratch"
 python -m pytest -p no:cacheprovider "$@" tests/unit tests/engine tests/format tests/frontends
