@@ -344,6 +344,12 @@ def test_long_tuples_are_taken() -> None:
     assert through_graph(state) == state
 
 
+def test_a_light_key_is_not_taken_for_the_heavy_tuple_beside_it() -> None:
+    light, heavy = ("a",), tuple(range(20_000))
+    state = [light, heavy, heavy, {light: 1}]
+    assert through_graph(state) == state
+
+
 # --- torch's own state -----------------------------------------------------------------------
 
 

@@ -118,6 +118,7 @@ SPECIAL = [
     "channels last",
     "one-element strides",
     "imag",
+    "empty at an offset",
 ]
 
 
@@ -141,6 +142,7 @@ def special(kind: str) -> torch.Tensor:
         "channels last": lambda: filled(torch.float32, (2, 3, 4, 5)).to(memory_format=torch.channels_last),
         "one-element strides": lambda: filled(torch.float32, (6,)).as_strided((1, 6), (3, 1)),
         "imag": lambda: filled(torch.complex64, (3,)).imag,
+        "empty at an offset": lambda: torch.empty(0).set_(torch.UntypedStorage(0), 5, (0,), (1,)),
     }[kind]()
 
 
@@ -402,6 +404,18 @@ def test_rebuild_functions_see_the_values() -> None:
 def test_temporaries_made_while_pickling_do_not_take_each_others_place() -> None:
     found = through_graph([MakesTemporaries(n) for n in range(50)], weights_only=False)
     assert [one.value for one in found] == list(range(50))
+
+
+class YieldsTemporaries(list):  # type: ignore[type-arg]
+    """Gives its items one by one, and holds none of them: not even the pickler's memo does."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (YieldsTemporaries, (), None, (torch.full((5,), n) for n in range(50)))
+
+
+def test_temporaries_that_nobody_holds_do_not_take_each_others_place() -> None:
+    found = through_graph(YieldsTemporaries(), weights_only=False)
+    assert [one.tolist() for one in found] == [[n] * 5 for n in range(50)]
 
 
 def test_sparse_tensors_are_checked_when_torch_checks_them() -> None:
