@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from striate.errors import (
         CorruptCheckpoint,
-        DataLost,
         DriveAccess,
         DriveError,
         DriveFull,
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
         EngineUnavailable,
         FormatError,
         LoadMismatch,
-        MissingMember,
         NotEnoughMemory,
         StriateError,
         StriateWarning,
@@ -46,7 +44,6 @@ __version__ = "0.1.0"
 _HOMES = {
     "striate.errors": (
         "CorruptCheckpoint",
-        "DataLost",
         "DriveAccess",
         "DriveError",
         "DriveFull",
@@ -56,7 +53,6 @@ _HOMES = {
         "EngineUnavailable",
         "FormatError",
         "LoadMismatch",
-        "MissingMember",
         "NotEnoughMemory",
         "StriateError",
         "StriateWarning",
@@ -82,7 +78,6 @@ __all__ = [
     "CheckpointInfo",
     "CorruptCheckpoint",
     "Damage",
-    "DataLost",
     "DriveAccess",
     "DriveError",
     "DriveFull",
@@ -92,7 +87,6 @@ __all__ = [
     "EngineUnavailable",
     "FormatError",
     "LoadMismatch",
-    "MissingMember",
     "NotEnoughMemory",
     "SaveResult",
     "StriateError",

@@ -47,8 +47,9 @@ class Place:
 
 
 def display(path: str | bytes) -> str:
-    """A path for people: bytes that are no UTF-8 are shown escaped, so that any message can be printed."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
+    """A path for people: what is no UTF-8 or would move the cursor is shown escaped, so that it can be printed."""
+    text = os.fsencode(path).decode("utf-8", "backslashreplace")
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def temporary_name(uuid: bytes) -> bytes:

@@ -16,7 +16,6 @@ from typing import Any
 
 __all__ = [
     "CorruptCheckpoint",
-    "DataLost",
     "DriveAccess",
     "DriveError",
     "DriveFull",
@@ -26,7 +25,6 @@ __all__ = [
     "EngineUnavailable",
     "FormatError",
     "LoadMismatch",
-    "MissingMember",
     "NotEnoughMemory",
     "StriateError",
     "StriateWarning",
@@ -86,18 +84,6 @@ class CorruptCheckpoint(StriateError):
         self.offset = offset
         self.wanted = wanted
         self.found = found
-
-
-class MissingMember(StriateError):
-    """A file of the checkpoint is not where it should be."""
-
-
-class DataLost(StriateError):
-    """More is gone than the layout can restore. ``tensors`` names what."""
-
-    def __init__(self, message: str, *, tensors: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.tensors = tuple(tensors)
 
 
 class LoadMismatch(StriateError, RuntimeError):
@@ -241,7 +227,7 @@ _ADVICE = {
     _errno.EFBIG: "The file would pass a size limit: raise it (ulimit -f), or use another file system.",
     _errno.EMFILE: "The process has too many files open: raise the limit (ulimit -n).",
     _errno.ENFILE: "The system has too many files open: raise fs.file-max.",
-    _errno.ENOMEM: "Not enough memory: free some, or lower the budget.",
+    _errno.ENOMEM: "Not enough memory, or not enough may be locked or mapped: free some, or raise the limits (ulimit).",
     _errno.EFAULT: "The memory of a tensor went away while it was written: is its mapped file truncated?",
 }
 

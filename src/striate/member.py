@@ -38,6 +38,8 @@ __all__ = [
 
 Progress = Callable[[int], None]
 
+_READ_ADVICE = {errno.EFAULT: "The memory to read into cannot be written: is a target a read-only mapping?"}
+
 _AT_FDCWD = -100  # linux/fcntl.h
 
 
@@ -60,10 +62,8 @@ def engine_file(fd: int, direct: bool) -> _engine.File:
     alignment = _engine.direct_alignment(fd) if direct else None
     if alignment is None:
         return _engine.File(fd, direct)
-    memory, offset = alignment
-    if not offset:
-        return _engine.File(fd, False)
-    return _engine.File(fd, direct, memory, offset)
+    # 0/0 says that it will be refused: the engine sees that at the first transfer, and clears the flag.
+    return _engine.File(fd, direct, *alignment)
 
 
 def fill_tables(
@@ -182,13 +182,10 @@ def gather(
     addresses: NDArray[np.uint64],
     *,
     chunks: NDArray[np.int64] | None = None,
-    wanted: NDArray[np.bool_] | None = None,
 ) -> image.Pieces:
     """The pieces of an open checkpoint's data, for read_chunks. Address 0: checked and dropped."""
     held = member.manifest
-    return image.gather(
-        _as_read(held), _lead(held, addresses), held.chunk_bytes, chunks=chunks, wanted=_lead(held, wanted)
-    )
+    return image.gather(_as_read(held), _lead(held, addresses), held.chunk_bytes, chunks=chunks)
 
 
 def chunks_of(member: Member, indices: Sequence[int]) -> NDArray[np.int64]:
@@ -270,7 +267,8 @@ def _word_read_error(member: Member, chunk: int, code: int, offset: int) -> Stri
             "read",
             path=member.path,
             offset=offset,
-            state=f"Chunk {chunk} could not be read: {_few(names)}. Nothing was loaded.",
+            state=f"Chunk {chunk} could not be read: {_few(names)}.",
+            advice=_READ_ADVICE.get(-code),
         )
     return StriateError(
         f"read failed: {member.path}, offset {offset}: engine code {code}. Please report this."

@@ -25,7 +25,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NoReturn
 
-import xxhash
+try:
+    import xxhash
+except ImportError as e:
+    if __name__ == "__main__":
+        sys.exit("rescue needs the Python package xxhash, for the checksums: pip install xxhash")
+    raise ImportError("striate.rescue needs the Python package xxhash: pip install xxhash") from e
 
 __all__ = ["Damage", "Damaged", "RescueError", "RescuedCheckpoint", "RescuedTensor", "main", "read"]
 
@@ -554,8 +559,22 @@ def _first_header(
                     errors.append(type(e)(f"{path}: {e}"))
                     remarks.append(str(errors[-1]))
                 continue
+            _check_same_checkpoint(path, header, paths, files)
             return header, remarks
     raise errors[0] if len(errors) == 1 else RescueError("; ".join(map(str, errors)))
+
+
+def _check_same_checkpoint(
+    path: str, header: _Header, paths: Sequence[str], files: Sequence[BinaryIO]
+) -> None:
+    """Copies may be damaged, but not of something else: mixed up by hand, they would hide each other's damage."""
+    for other, file in zip(paths, files, strict=True):
+        try:
+            found = _read_header(file, despite_damage=False)
+        except RescueError:
+            continue
+        if found.uuid != header.uuid:
+            raise _NotOurs(f"{other} is another checkpoint than {path}: give copies of one checkpoint only")
 
 
 # ---- the command --------------------------------------------------------------

@@ -370,6 +370,8 @@ def _peek(f: IO[bytes]) -> bytes | None:
     start = f.tell()
     prefix = f.read(_TORCH_PREFIX_BYTES)
     f.seek(start)
+    if isinstance(prefix, str):
+        raise TypeError(f"{getattr(f, 'name', f)!s} is open for text: open it for bytes (mode 'rb')")
     return bytes(prefix)
 
 
@@ -614,17 +616,29 @@ def _direct_targets(merge: Merge, held: manifest.Manifest, pickled: bytes | None
     # A storage that the graph names as such has to be one of its own.
     shared = graph.storages_named(pickled) if pickled is not None else set()
     found: dict[int, torch.Tensor] = {}
-    taken: set[int] = set()
     for n, name in enumerate(held.table.names):
         target = merge.targets.get(name)
         if target is None or n in shared or not held.table.is_named(n) or not held.table.lengths[n]:
             continue
         plain = held.table.plain(n)
-        if plain is None or not graph.holds_plain(target, plain) or target.data_ptr() in taken:
-            continue
-        taken.add(target.data_ptr())
-        found[n] = target
-    return found
+        if plain is not None and graph.holds_plain(target, plain):
+            found[n] = target
+    return _apart(found)
+
+
+def _apart(targets: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Those whose memory no other one reaches into: two reads into one place would fail each other's checksums."""
+    order = sorted(targets, key=lambda n: targets[n].data_ptr())
+    apart = {}
+    reach = 0
+    for at, n in enumerate(order):
+        start = targets[n].data_ptr()
+        stop = start + targets[n].nbytes
+        following = targets[order[at + 1]].data_ptr() if at + 1 < len(order) else stop
+        if reach <= start and stop <= following:
+            apart[n] = targets[n]
+        reach = max(reach, stop)
+    return apart
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import re
 import secrets
 import stat
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -240,6 +241,7 @@ class _Temporary:
         self.direct = False
         self.name = b""
         self.pid = os.getpid()
+        _OPEN.add(self)
 
     @property
     def path(self) -> str:
@@ -300,23 +302,27 @@ class _Temporary:
             return
         io = self.engine.io
         new = os.fstat(self.fd)
-        if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
-            self._take_owner(old)
-        if stat.S_IMODE(new.st_mode) != stat.S_IMODE(old.st_mode):
+        mode = stat.S_IMODE(old.st_mode)
+        if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid) and not self._take_owner(old):
+            # The saver's own group must not get what the old one had.
+            mode = mode & ~stat.S_IRWXG & 0o777 | (mode & stat.S_IRWXO) << 3
+        if stat.S_IMODE(new.st_mode) != mode:
             with self.step("chmod"), contextlib.suppress(PermissionError):
-                io.chmod(self.fd, stat.S_IMODE(old.st_mode))
+                io.chmod(self.fd, mode)
 
-    def _take_owner(self, old: os.stat_result) -> None:
+    def _take_owner(self, old: os.stat_result) -> bool:
+        """Is the file now of the old one's group?"""
         # Only root may give files away; others may still give them to a group
         # of theirs, whose members went on with each other's checkpoints so far.
         for uid in (old.st_uid, -1):
             try:
                 self.engine.io.chown(self.fd, uid, old.st_gid)
-                return
+                return True
             except OSError as e:
                 # EINVAL: the owner has no number in this user namespace.
                 if e.errno not in (errno.EPERM, errno.EINVAL):
                     self.fail(e.errno or errno.EIO, "chown")
+        return False
 
     def allocate(self, length: int) -> None:
         free = free_bytes(self.dirfd)
@@ -360,6 +366,22 @@ class _Temporary:
             self.fd = -1
 
 
+# A forked child shares the lock of every file that was open, and would hold it
+# after its parent's death: data loaders' workers can live that long.
+_OPEN: weakref.WeakSet[_Temporary] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    for temporary in list(_OPEN):
+        if temporary.fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(temporary.fd)
+            temporary.fd = -1
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
 def _space_advice(needed: int, free: int | None) -> str | None:
     if free is None or free >= needed:
         return None
@@ -368,7 +390,11 @@ def _space_advice(needed: int, free: int | None) -> str | None:
     )
 
 
-_VANISHED = "Something removed the temporary file, or its directory, while it was written: save again."
+_RENAME_ADVICE = {
+    errno.ENOENT: "Something removed the temporary file, or its directory, while it was written: save again.",
+    errno.EBUSY: "Something is mounted on this very name: save under another name beside it.",
+    errno.EPERM: "The directory lets only a file's owner replace it (sticky), or nobody (lsattr): save elsewhere.",
+}
 
 
 def write_plain(source: Source, place: Place, engine: Engine, *, progress: Progress | None = None) -> None:
@@ -393,7 +419,7 @@ def write_plain(source: Source, place: Place, engine: Engine, *, progress: Progr
                     engine.io.truncate(temporary.fd, source.file_bytes)
             with temporary.step("sync"):
                 engine.io.sync(temporary.fd)
-            with temporary.step("rename", {errno.ENOENT: _VANISHED}):
+            with temporary.step("rename", _RENAME_ADVICE):
                 engine.io.rename(dirfd, temporary.name, place.name)
             temporary.name = b""
         finally:
@@ -424,8 +450,11 @@ def open_directory(place: Place, earlier: str) -> int:
     try:
         return os.open(place.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as e:
+        advice = None
+        if e.errno == errno.EACCES:
+            advice = "A save must read the directory too, to sync it: give it the mode for that (chmod u+r)."
         raise drive_error(
-            e.errno or errno.EIO, "open of the directory", path=place.path, state=earlier
+            e.errno or errno.EIO, "open of the directory", path=place.path, state=earlier, advice=advice
         ) from None
 
 

@@ -272,10 +272,10 @@ def test_a_child_that_ends_in_the_middle_of_a_save_takes_nothing_of_it_away(
     assert left == []
 
 
-def test_a_temporary_whose_saver_died_stays_as_long_as_a_child_of_it_lives_and_goes_then(
+def test_a_temporary_whose_saver_died_goes_though_a_child_of_it_lives(
     tmp_path: Path, engine_name: str, processes: Any
 ) -> None:
-    """A child shares its parent's lock; the next saver cannot tell it from a saver that lives, and must not guess."""
+    """A child shares its parent's lock unless it lets go: a data loader's worker may outlive a killed trainer."""
     path = tmp_path / NAME
     ours, theirs = processes.Pipe()
     process = processes.Process(
@@ -285,18 +285,18 @@ def test_a_temporary_whose_saver_died_stays_as_long_as_a_child_of_it_lives_and_g
     assert ours.poll(60)
     child = ours.recv()
     try:
+        assert beside(path)
         process.kill()
         process.join()
+        deadline = time.monotonic() + 20
         save(2, path)
-        (left,) = beside(path)
+        while beside(path):
+            assert time.monotonic() < deadline, "the child holds the lock of its dead parent"
+            save(3, path)
+        os.kill(child, 0)
     finally:
         os.kill(child, signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while beside(path):
-        assert time.monotonic() < deadline, "the temporary of a dead family stays"
-        save(3, path)
-    assert left.startswith(".striate-")
-    assert version_at(path) == 3
+    assert version_at(path) in (2, 3)
 
 
 def test_tensors_that_change_during_a_save_never_make_a_corrupt_checkpoint(

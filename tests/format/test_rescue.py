@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from format import make_golden
 from format.make_golden import FILES, GOLDEN, Golden, Storage, Tensor, build, data_of, length_of
 from safetensors import safe_open
 
@@ -361,3 +362,14 @@ def test_memory_is_bounded_by_the_chunk(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert out.stat().st_size > 6 << 20
     assert peak < 3 << 20
+
+
+def test_copies_of_different_checkpoints_are_told_apart(
+    wide: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(make_golden, "UUID", bytes(range(16)))
+    other = tmp_path / "other"
+    other.write_bytes(build(FLAT))
+    assert run(wide, other, "-o", tmp_path / "out") == 1
+    assert "another checkpoint" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -98,3 +98,27 @@ def test_a_stream_that_claims_more_than_there_is_memory_is_an_error_of_ours():
     header = b'{"w":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}' % (size, size)
     with pytest.raises(striate.NotEnoughMemory, match="no memory"):
         striate.load(io.BytesIO(len(header).to_bytes(8, "little") + header + bytes(64)))
+
+
+def test_a_file_opened_for_text_is_refused_in_a_sentence(tmp_path):
+    path = tmp_path / "a"
+    striate.save({"w": torch.ones(1)}, path)
+    with open(path, encoding="latin-1") as f, pytest.raises(TypeError, match="mode 'rb'"):
+        striate.load(f)
+
+
+def test_control_characters_of_a_path_do_not_reach_the_terminal(tmp_path):
+    with pytest.raises(FileNotFoundError) as caught:
+        striate.load(os.fsencode(tmp_path) + b"/\xff\n\x1b[31m.st")
+    assert str(caught.value).isprintable()
+    assert r"\xff\n\x1b[31m.st" in str(caught.value)
+
+
+def test_overlapping_targets_are_filled_one_after_the_other(tmp_path):
+    path = tmp_path / "a"
+    striate.save({"a": torch.full((2048,), 1.0), "b": torch.full((2048,), 2.0), "c": torch.ones(8)}, path)
+    flat = torch.zeros(3072)
+    target = {"a": flat[:2048], "b": flat[1024:], "c": torch.zeros(8)}
+    striate.load_into(target, path)
+    assert torch.equal(target["c"], torch.ones(8))
+    assert set(flat.tolist()) == {1.0, 2.0}
