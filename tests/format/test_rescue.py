@@ -367,7 +367,7 @@ def test_memory_is_bounded_by_the_chunk(tmp_path: Path) -> None:
 def test_copies_of_different_checkpoints_are_told_apart(
     wide: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(make_golden, "UUID", bytes(range(16)))
+    monkeypatch.setattr(make_golden, "UUID", bytes(range(16, 32)))
     other = tmp_path / "other"
     other.write_bytes(build(FLAT))
     assert run(wide, other, "-o", tmp_path / "out") == 1
