@@ -42,7 +42,7 @@ PYTEST := $(ROOT)/$(PY) -m pytest $(PYTEST_OPTIONS)
 say = @printf '\n== %s\n' "$(1)"
 
 .PHONY: help demo test lint bench asan tsan wheel clean setup \
-        test-suite test-user test-refused test-wheel asan-engine asan-suite
+        test-suite test-user test-refused test-wheel asan-engine asan-core asan-suite
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -87,7 +87,7 @@ setup: $(STAMP)/striate
 
 # ---- tests ----------------------------------------------------------------
 
-test: lint test-suite asan tsan test-user test-refused test-wheel
+test: lint test-suite asan-engine asan-core tsan test-user test-refused test-wheel
 	$(call say,make test: all parts passed (torch $(TORCH)))
 
 test-suite: $(STAMP)/striate
@@ -120,6 +120,14 @@ asan: asan-engine asan-suite
 asan-engine: $(STAMP)/tools
 	$(call say,the engine under ASan and UBSan)
 	@PATH="$(ROOT)/$(VENV)/bin:$$PATH" scripts/native.sh asan
+
+# Under the sanitizer the whole suite takes longer than all else together: make test runs what the engine is in the
+# middle of, make asan all of it.
+asan-core: $(STAMP)/striate
+	$(call say,the engine's and the face's tests under ASan and UBSan)
+	@ASAN_TESTS="tests/engine tests/frontends/test_round_trip.py tests/frontends/test_streams.py \
+	    tests/frontends/test_load_into.py tests/crash/test_mapped_sources.py" \
+	    scripts/asan-suite.sh $(VENV) $(PYTEST_OPTIONS)
 
 asan-suite: $(STAMP)/striate
 	$(call say,the Python suite under ASan and UBSan)

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # asan-suite.sh VENV [PYTEST_ARGS...]: the Python suite against a build of striate with ASan and UBSan.
 #
+# ASAN_TESTS names the tests to run, all that make sense here by default.
+#
 # The instrumented build lies in a folder of its own, in front of the installed wheel. Leaks are left out: CPython and
 # torch keep memory for the life of the process; the engine's C tests look for leaks.
 set -euo pipefail
@@ -28,4 +30,4 @@ LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libstdc++.
 ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:allocator_may_return_null=1 \
 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 PYTHONPATH=$PWD/$site PYTHONMALLOC=malloc \
-	"$venv/bin/python" -m pytest --timeout 900 "$@" tests --ignore tests/scale --ignore tests/benchmarks
+	"$venv/bin/python" -m pytest --timeout 900 "$@" ${ASAN_TESTS:-tests --ignore tests/scale --ignore tests/benchmarks}

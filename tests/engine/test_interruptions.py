@@ -189,7 +189,7 @@ def test_workers_leave_every_signal_to_the_threads_that_expect_it(kind: Kind, tm
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_slots_are_not_shared_with_a_forked_child(kind: Kind, tmp_path: Path) -> None:
-    data = filled(200 * BLOCK)
+    data = filled(1000 * BLOCK)  # long enough for several looks, on a slow build too
     jobs, extents = tables(data)
     apart: list[int] = []  # bytes of mappings that a child does not get ("dc" in their flags), at each look
 
