@@ -629,16 +629,16 @@ def _direct_targets(merge: Merge, held: manifest.Manifest, pickled: bytes | None
 def _apart(targets: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """Those whose memory no other one reaches into: two reads into one place would fail each other's checksums."""
     order = sorted(targets, key=lambda n: targets[n].data_ptr())
-    apart = {}
+    apart = set()
     reach = 0
     for at, n in enumerate(order):
         start = targets[n].data_ptr()
         stop = start + targets[n].nbytes
         following = targets[order[at + 1]].data_ptr() if at + 1 < len(order) else stop
         if reach <= start and stop <= following:
-            apart[n] = targets[n]
+            apart.add(n)
         reach = max(reach, stop)
-    return apart
+    return {n: target for n, target in targets.items() if n in apart}
 
 
 @contextlib.contextmanager
