@@ -206,9 +206,13 @@ def test_too_few_descriptors_for_every_ring_means_fewer_workers(tmp_path: Path) 
     source = "import textwrap\n" + f"exec(textwrap.dedent({ROUND_TRIP!r}))"
     preload = "from striate._engine import Io\nimport numpy, support.contents, support.tables, textwrap\n"
     whole = preload + "\n".join(line[8:] for line in code.splitlines()).replace("SOURCE", repr(source))
-    done = run_python(whole, "uring", tmp_path, "65536", "3", env=TESTS)
-    words = outcome(done.stdout)
-    assert words[0] == "done"
+    # A worker that starts late, on a busy machine, may find the other one's ring closed already.
+    for _ in range(10):
+        done = run_python(whole, "uring", tmp_path, "65536", "3", env=TESTS)
+        words = outcome(done.stdout)
+        assert words[0] == "done"
+        if int(words[3]) > 0:
+            break
     assert int(words[3]) > 0
     assert int(words[3]) + int(words[4]) == 4
     done = run_python(whole, "uring", tmp_path, "65536", "1", env=TESTS, check=False)
