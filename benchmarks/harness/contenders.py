@@ -4,13 +4,14 @@ Durable means that the file (each file) and the directory that names it are sync
 that by itself, peers are followed by fsync calls; only striate also replaces an older file atomically.
 """
 
+import inspect
 import mmap
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import safetensors.torch
@@ -139,6 +140,12 @@ def touch_pages(state: State) -> None:
             raw[-1:].sum()
 
 
+# Later versions of torch are told that this process is alone; 2.6 finds it out.
+_ALONE: dict[str, Any] = (
+    {"no_dist": True} if "no_dist" in inspect.signature(state_dict_saver.save).parameters else {}
+)
+
+
 def distributed_checkpoint(threads_count: int) -> Contender:
     """torch.distributed.checkpoint in one process, with one file per writer thread (its default)."""
 
@@ -146,7 +153,7 @@ def distributed_checkpoint(threads_count: int) -> Contender:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             writer = FileSystemWriter(path, thread_count=threads_count, sync_files=True)
-            state_dict_saver.save(dict(state), storage_writer=writer, no_dist=True)
+            state_dict_saver.save(dict(state), storage_writer=writer, **_ALONE)
         sync_file_and_directory(path)
 
     def load(path: Path, specs: Mapping[str, Spec]) -> State:
@@ -154,7 +161,7 @@ def distributed_checkpoint(threads_count: int) -> Contender:
         target: State = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in specs.items()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            state_dict_loader.load(target, storage_reader=FileSystemReader(path), no_dist=True)
+            state_dict_loader.load(target, storage_reader=FileSystemReader(path), **_ALONE)
         return target
 
     name = f"DCP ({threads_count} thread{'s' if threads_count > 1 else ''})"
