@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from striate import _engine, image, manifest
 from striate.errors import CorruptCheckpoint, FormatError, StriateError
-from striate.volume import Source
+from striate.plain import Source
 
 __all__ = ["StreamReader", "write"]
 

@@ -1,6 +1,6 @@
 """The public face: save, load, load_into, load_tensors, info, verify.
 
-Signatures follow torch's. What decides where bytes go is in volume and
+Signatures follow torch's. What decides where bytes go is in plain and
 stream; what an object is made of, in graph.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from striate import _engine, drives, graph, manifest, scrub, stream, volume
+from striate import _engine, drives, graph, manifest, plain, scrub, stream
 from striate import member as member_file
 from striate.engines import Engine, EngineChoice
 from striate.errors import (
@@ -145,14 +145,14 @@ def save(
         with open(path, "wb") as special:
             return _save_stream(obj, special, pickle_module, pickle_protocol, chunk_bytes, progress, begun)
     place = drives.resolve(path)
-    volume.check_target(place)
+    plain.check_target(place)
     chosen = Engine(engine)
     held = graph.dumps(obj, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
-    generation = volume.Generation.next(volume.seen_sequence(place, chosen))
-    source = volume.prepare(held, generation=generation, chunk_bytes=chunk_bytes, stable=frozen)
+    generation = plain.Generation.next(plain.seen_sequence(place, chosen))
+    source = plain.prepare(held, generation=generation, chunk_bytes=chunk_bytes, stable=frozen)
     runs_before = len(chosen.stats)
     with shown(progress, f"saving {drives.display(place.name)}", source.table.data_bytes) as report:
-        volume.write_plain(source, place, chosen, progress=report)
+        plain.write_plain(source, place, chosen, progress=report)
     stats = chosen.stats[runs_before] if source.table.data_bytes else None
     return _save_result(source, place.path, begun, stats)
 
@@ -171,14 +171,14 @@ def _save_stream(
             f"save needs a path or a binary file object with write(), not {type(f).__name__}"
         )
     held = graph.dumps(obj, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
-    source = volume.prepare(held, generation=volume.Generation.next(0), chunk_bytes=chunk_bytes)
+    source = plain.prepare(held, generation=plain.Generation.next(0), chunk_bytes=chunk_bytes)
     name = str(getattr(f, "name", type(f).__name__))
     with shown(progress, f"saving {os.path.basename(name)}", source.table.data_bytes) as report:
         stream.write(source, f, progress=report)
     return _save_result(source, name, begun, None)
 
 
-def _save_result(source: volume.Source, path: str, begun: float, stats: _engine.Stats | None) -> SaveResult:
+def _save_result(source: plain.Source, path: str, begun: float, stats: _engine.Stats | None) -> SaveResult:
     return SaveResult(
         path=path,
         uuid=source.generation.uuid.hex(),

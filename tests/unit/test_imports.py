@@ -17,19 +17,23 @@ PACKAGE = Path(striate.__file__).parent
 # of the world they know.
 ROWS = (
     {"cli", "integrations", "dcp"},
-    {"torch_api"},
-    {"stream", "scrub"},
     {"volume"},
-    {"member"},
-    {"manifest", "placement"},
+    {"torch_api"},
+    {"stream", "scrub", "repair"},
+    {"transaction"},
+    {"plain", "member_set"},
+    {"generations", "member"},
+    {"drive_set"},
+    {"extents"},
+    {"manifest", "placement", "superblock"},
     {"image", "merge", "groups", "engines"},
-    {"graph", "drives"},
+    {"graph", "drives", "notices"},
     {"errors", "progress"},
 )
 # These three import nothing of the rest, and nothing of the rest imports them, but for the command line.
 APART = {"rescue", "liburing"}
 # Those that decide what the objects and the bytes are know nothing of what moves them: no planning test needs a drive.
-PURE = {"errors", "graph", "image", "manifest", "merge", "groups", "placement"}
+PURE = {"errors", "graph", "image", "manifest", "merge", "groups", "placement", "superblock", "extents"}
 
 
 def module_of(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The transaction: how a checkpoint reaches a drive whole, or not at all.
+"""The plain file's transaction: how a checkpoint reaches one drive whole, or not at all.
 
 A generation is committed when its file bears its final name. Before that it
 is a temporary, ``.striate-<uuid>``, which its saver keeps locked for life: a
@@ -42,7 +42,11 @@ from striate.member import engine_file, fill_tables, open_direct, open_member
 __all__ = [
     "Generation",
     "Source",
+    "Temporary",
+    "addresses_of",
     "check_target",
+    "over_files",
+    "padded",
     "prepare",
     "seen_sequence",
     "sweep",
@@ -117,7 +121,7 @@ def prepare(graph: Graph, *, generation: Generation, chunk_bytes: int, stable: b
         digests=None,
     )
     keep: list[object] = [graph, graph.keep]
-    addresses = _addresses(graph, keep)
+    addresses = addresses_of(graph, keep)
     if in_entry:
         assert stored is not None
         entry = np.frombuffer(stored, np.uint8)
@@ -131,7 +135,7 @@ def prepare(graph: Graph, *, generation: Generation, chunk_bytes: int, stable: b
         chunk_bytes=chunk_bytes,
         header=bytearray(header),
         pieces=pieces,
-        careful=_over_files(pieces),
+        careful=over_files(pieces),
         stable=stable,
         tensors_count=len(graph.storages),
         opaque_count=len(graph.storages) - named,
@@ -139,7 +143,7 @@ def prepare(graph: Graph, *, generation: Generation, chunk_bytes: int, stable: b
     )
 
 
-def _addresses(graph: Graph, keep: list[object]) -> NDArray[np.uint64]:
+def addresses_of(graph: Graph, keep: list[object]) -> NDArray[np.uint64]:
     found = np.zeros(len(graph.storages), np.uint64)
     for n, entry in enumerate(graph.storages):
         if not entry.nbytes:
@@ -160,7 +164,7 @@ def _addresses(graph: Graph, keep: list[object]) -> NDArray[np.uint64]:
     return found
 
 
-def _over_files(pieces: image.Pieces) -> NDArray[np.bool_]:
+def over_files(pieces: image.Pieces) -> NDArray[np.bool_]:
     """For each job: does any of its memory map a file, which another process may truncate?"""
     if not len(pieces.first):
         return np.zeros(0, np.bool_)
@@ -229,7 +233,7 @@ def seen_sequence(place: Place, engine: Engine) -> int:
 # ---- writing ---------------------------------------------------------------
 
 
-class _Temporary:
+class Temporary:
     """The temporary file of one save; owns its descriptor, its lock and its name until commit or abort."""
 
     def __init__(self, engine: Engine, dirfd: int, place: Place, earlier: str) -> None:
@@ -368,7 +372,7 @@ class _Temporary:
 
 # A forked child shares the lock of every file that was open, and would hold it
 # after its parent's death: data loaders' workers can live that long.
-_OPEN: weakref.WeakSet[_Temporary] = weakref.WeakSet()
+_OPEN: weakref.WeakSet[Temporary] = weakref.WeakSet()
 
 
 def _let_go_in_child() -> None:
@@ -407,15 +411,15 @@ def write_plain(source: Source, place: Place, engine: Engine, *, progress: Progr
     dirfd = open_directory(place, earlier)
     try:
         some_locked = sweep(dirfd, engine)
-        temporary = _Temporary(engine, dirfd, place, earlier)
+        temporary = Temporary(engine, dirfd, place, earlier)
         try:
             temporary.create(source.generation.uuid)
             temporary.take_mode()
-            temporary.allocate(_padded(source.file_bytes))
+            temporary.allocate(padded(source.file_bytes))
             _write_data(source, temporary, progress)
             _write_header(source, temporary)
             with temporary.step("truncate"):
-                if source.file_bytes != _padded(source.file_bytes):
+                if source.file_bytes != padded(source.file_bytes):
                     engine.io.truncate(temporary.fd, source.file_bytes)
             with temporary.step("sync"):
                 engine.io.sync(temporary.fd)
@@ -471,11 +475,11 @@ def _sync_directory(dirfd: int, place: Place, engine: Engine) -> None:
         ) from None
 
 
-def _padded(length: int) -> int:
+def padded(length: int) -> int:
     return -(-length // _engine.ALIGN) * _engine.ALIGN
 
 
-def _write_data(source: Source, temporary: _Temporary, progress: Progress | None) -> None:
+def _write_data(source: Source, temporary: Temporary, progress: Progress | None) -> None:
     pieces = source.pieces
     digests = b""
     if len(pieces.first):
@@ -487,7 +491,7 @@ def _write_data(source: Source, temporary: _Temporary, progress: Progress | None
     manifest.seal(source.header, digests)
 
 
-def _write_header(source: Source, temporary: _Temporary) -> None:
+def _write_header(source: Source, temporary: Temporary) -> None:
     memory = np.frombuffer(source.header, np.uint8)
     count = -(-len(memory) // _HEADER_BLOCK_BYTES)
     starts = np.arange(count, dtype=np.uint64) * np.uint64(_HEADER_BLOCK_BYTES)
@@ -503,7 +507,7 @@ def _write_header(source: Source, temporary: _Temporary) -> None:
 
 
 def _run_write(
-    temporary: _Temporary, jobs: NDArray[np.void], extents: NDArray[np.void], progress: Progress | None
+    temporary: Temporary, jobs: NDArray[np.void], extents: NDArray[np.void], progress: Progress | None
 ) -> NDArray[np.void]:
     try:
         return temporary.engine.run("write", [temporary.file()], jobs, extents, progress=progress)
