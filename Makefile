@@ -74,7 +74,8 @@ build/wheel/stamp: $(SOURCES) | $(STAMP)/tools
 	$(call say,building the wheel)
 	@rm -rf $(@D) build/sdist && mkdir -p $(@D)
 	@$(PY) -m build --sdist --outdir build/sdist . >/dev/null
-	@$(PIP) wheel --no-deps --wheel-dir $(@D) build/sdist/*.tar.gz
+	@$(PIP) wheel --no-deps --wheel-dir build/sdist build/sdist/*.tar.gz
+	@scripts/repair-wheel.sh $(VENV) build/sdist/*.whl $(@D)
 	@ls $(@D)/*.whl && touch $@
 
 $(STAMP)/striate: $(STAMP)/tools build/wheel/stamp
@@ -154,7 +155,9 @@ bench: $(STAMP)/demo
 wheel: $(STAMP)/tools
 	$(call say,sdist and wheel)
 	@rm -rf dist
-	@$(PY) -m build --outdir dist .
+	@$(PY) -m build --outdir dist/plain .
+	@mv dist/plain/*.tar.gz dist/
+	@scripts/repair-wheel.sh $(VENV) dist/plain/*.whl dist && rm -r dist/plain
 	@scripts/check-wheel.sh $(VENV) dist/*.whl
 	@ls -l dist
 

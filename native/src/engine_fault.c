@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "io.h"
 
@@ -30,6 +31,8 @@ struct fault_queue {
 	struct st_queue queue;
 	struct st_queue *inner;
 	struct st_request_list done; /* answered here, never seen by inner */
+	struct st_request_list late; /* answered by inner, not to be seen yet */
+	unsigned inner_in_flight;
 };
 
 /* What is to happen to one operation. */
@@ -37,9 +40,31 @@ struct verdict {
 	bool suppressed; /* does nothing */
 	int result;      /* the answer then */
 	bool limited;
-	uint64_t limit; /* bytes that a transfer may answer */
+	uint64_t limit;   /* bytes that a transfer may answer */
+	uint64_t late_ns; /* 0: at once */
 	size_t trace;
 };
+
+/* Does the file or directory lie on the drive that a fault is meant for? */
+static bool lies_on(int fd, const char *drive)
+{
+	char link[64], path[4096];
+	ssize_t length;
+
+	if (!*drive)
+		return true;
+	snprintf(link, sizeof(link), "/proc/self/fd/%d", fd);
+	length = readlink(link, path, sizeof(path) - 1);
+	if (length < 0)
+		return false;
+	path[length] = 0;
+	return strncmp(path, drive, strlen(drive)) == 0;
+}
+
+static uint64_t hang_ns(const struct st_fault *fault)
+{
+	return (fault->value ? fault->value : 3600u * 1000u) * 1000000u;
+}
 
 static char *copy_name(const char *name)
 {
@@ -62,6 +87,8 @@ static struct verdict judge(
 
 		if (fault->op != ST_OP_ANY && fault->op != asked->op)
 			continue;
+		if (!lies_on(asked->fd, fault->drive))
+			continue;
 		nth = self->seen[i]++;
 		if (nth < fault->nth || (fault->count && nth - fault->nth >= fault->count))
 			continue;
@@ -76,6 +103,9 @@ static struct verdict judge(
 			break;
 		case ST_FAULT_CUT:
 			self->cut = true;
+			break;
+		case ST_FAULT_HANG:
+			verdict.late_ns = st_now_ns() + hang_ns(fault);
 			break;
 		}
 	}
@@ -125,6 +155,13 @@ static struct fault_io *fault_of(struct st_io *io)
 	return (struct fault_io *)io;
 }
 
+/* Waits until the answer may be given. */
+static void linger(const struct verdict *verdict)
+{
+	while (verdict->late_ns && st_now_ns() < verdict->late_ns)
+		st_nap(1000000u);
+}
+
 /* Judges *asked; unless that settles it, makes the call on inner and records its answer. */
 #define FORWARD(io_, asked_, call_)                                                                          \
 	({                                                                                                   \
@@ -132,6 +169,7 @@ static struct fault_io *fault_of(struct st_io *io)
 		struct st_io *inner = self->inner;                                                           \
 		const struct st_trace asked = asked_;                                                        \
 		struct verdict verdict = judge(self, &asked, NULL);                                          \
+		linger(&verdict);                                                                            \
 		verdict.suppressed ? verdict.result : answer(self, verdict.trace, inner->ops->call_);        \
 	})
 #define ASKED(...) ((struct st_trace){__VA_ARGS__})
@@ -193,10 +231,16 @@ static int fault_sync_directory(struct st_io *io, int dirfd)
 	return FORWARD(io, ASKED(.op = ST_OP_SYNC_DIRECTORY, .fd = dirfd), sync_directory(inner, dirfd));
 }
 
-static int fault_rename(struct st_io *io, int dirfd, const char *from, const char *to)
+static int fault_rename(struct st_io *io, int dirfd, const char *from, int to_dirfd, const char *to)
 {
 	return FORWARD(io, ASKED(.op = ST_OP_RENAME, .fd = dirfd, .name = from, .to = to),
-		rename(inner, dirfd, from, to));
+		rename(inner, dirfd, from, to_dirfd, to));
+}
+
+static int fault_mkdir(struct st_io *io, int dirfd, const char *name, mode_t mode)
+{
+	return FORWARD(io, ASKED(.op = ST_OP_MKDIR, .fd = dirfd, .name = name, .length = mode),
+		mkdir(inner, dirfd, name, mode));
 }
 
 static int fault_unlink(struct st_io *io, int dirfd, const char *name)
@@ -218,6 +262,7 @@ static int64_t fault_read(struct st_io *io, int fd, void *buf, size_t length, ui
 	struct verdict verdict = judge(self, &asked, NULL);
 	int64_t got;
 
+	linger(&verdict);
 	if (verdict.suppressed)
 		return verdict.result;
 	if (verdict.limited && !verdict.limit)
@@ -258,6 +303,7 @@ static int fault_queue_open(struct st_io *io, unsigned depth, struct st_queue **
 	}
 	self->queue.io = io;
 	st_list_init(&self->done);
+	st_list_init(&self->late);
 	*out = &self->queue;
 	return 0;
 }
@@ -280,6 +326,7 @@ static int fault_submit(struct st_queue *queue, struct st_request *request)
 
 	request->trace = verdict.trace;
 	request->limit = verdict.limited ? verdict.limit : UINT64_MAX;
+	request->late_ns = verdict.late_ns;
 	if (verdict.suppressed || request->limit == 0) {
 		request->result = verdict.suppressed ? verdict.result : 0;
 		st_list_push(&self->done, request);
@@ -287,22 +334,48 @@ static int fault_submit(struct st_queue *queue, struct st_request *request)
 	}
 	st_request_trim(request, moved_for(request->limit));
 	ret = io->inner->ops->submit(self->inner, request);
+	if (!ret)
+		self->inner_in_flight++;
 	queue->wait_ns = self->inner->wait_ns;
 	if (ret < 0)
 		answer(io, verdict.trace, ret);
 	return ret;
 }
 
+/* The first late answer whose time has come. all_late: nothing else can be
+ * waited for, so its time is. */
+static struct st_request *pop_due(struct st_request_list *late, bool all_late)
+{
+	struct st_request *request = late->first;
+
+	if (!request || (!all_late && st_now_ns() < request->late_ns))
+		return NULL;
+	while (st_now_ns() < request->late_ns)
+		st_nap(1000000u);
+	return st_list_pop(late);
+}
+
 static struct st_request *fault_wait(struct st_queue *queue)
 {
 	struct fault_queue *self = (struct fault_queue *)queue;
 	struct fault_io *io = fault_of(queue->io);
-	struct st_request *request = st_list_pop(&self->done);
+	struct st_request *request;
 
-	if (request)
-		return request;
-	request = io->inner->ops->wait(self->inner);
-	queue->wait_ns = self->inner->wait_ns;
+	for (;;) {
+		request = st_list_pop(&self->done);
+		if (request)
+			return request;
+		request = pop_due(&self->late, !self->inner_in_flight);
+		if (request)
+			break;
+		request = io->inner->ops->wait(self->inner);
+		self->inner_in_flight--;
+		queue->wait_ns = self->inner->wait_ns;
+		if (!request->late_ns)
+			break;
+		/* It moved; the answer is what comes late. */
+		st_list_push(&self->late, request);
+	}
 	if (request->result > 0 && (uint64_t)request->result > request->limit)
 		request->result = (int64_t)request->limit;
 	answer(io, request->trace, request->result);
@@ -347,6 +420,7 @@ static const struct st_io_ops fault_ops = {
 	.sync_directory = fault_sync_directory,
 	.rename = fault_rename,
 	.unlink = fault_unlink,
+	.mkdir = fault_mkdir,
 	.read = fault_read,
 	.write_back = fault_write_back,
 	.queue_open = fault_queue_open,

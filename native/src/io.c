@@ -67,9 +67,14 @@ int st_sync_directory(struct st_io *io, int dirfd)
 	return io->ops->sync_directory(io, dirfd);
 }
 
-int st_rename(struct st_io *io, int dirfd, const char *from, const char *to)
+int st_rename(struct st_io *io, int dirfd, const char *from, int to_dirfd, const char *to)
 {
-	return io->ops->rename(io, dirfd, from, to);
+	return io->ops->rename(io, dirfd, from, to_dirfd, to);
+}
+
+int st_mkdir(struct st_io *io, int dirfd, const char *name, mode_t mode)
+{
+	return io->ops->mkdir(io, dirfd, name, mode);
 }
 
 int st_unlink(struct st_io *io, int dirfd, const char *name)

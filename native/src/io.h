@@ -30,7 +30,8 @@ struct st_request {
 
 	struct st_request *next; /* of the queue that holds it */
 	size_t trace;            /* of the fault engine: its entry, */
-	uint64_t limit;          /* and the bytes it lets the answer show */
+	uint64_t limit;          /* the bytes it lets the answer show, */
+	uint64_t late_ns;        /* and when the answer may be seen, 0: at once */
 };
 
 /* A list of finished requests, first in first out. */
@@ -60,8 +61,9 @@ struct st_io_ops {
 	int (*truncate)(struct st_io *io, int fd, uint64_t length);
 	int (*sync)(struct st_io *io, int fd);
 	int (*sync_directory)(struct st_io *io, int dirfd);
-	int (*rename)(struct st_io *io, int dirfd, const char *from, const char *to);
+	int (*rename)(struct st_io *io, int dirfd, const char *from, int to_dirfd, const char *to);
 	int (*unlink)(struct st_io *io, int dirfd, const char *name);
+	int (*mkdir)(struct st_io *io, int dirfd, const char *name, mode_t mode);
 	/* One pread: bytes or -errno. */
 	int64_t (*read)(struct st_io *io, int fd, void *buf, size_t length, uint64_t offset);
 	/* Starts write-back of a buffered range and does not wait. Only a hint: no result. */
@@ -104,8 +106,9 @@ int st_sys_allocate(struct st_io *io, int fd, uint64_t length);
 int st_sys_truncate(struct st_io *io, int fd, uint64_t length);
 int st_sys_sync(struct st_io *io, int fd);
 int st_sys_sync_directory(struct st_io *io, int dirfd);
-int st_sys_rename(struct st_io *io, int dirfd, const char *from, const char *to);
+int st_sys_rename(struct st_io *io, int dirfd, const char *from, int to_dirfd, const char *to);
 int st_sys_unlink(struct st_io *io, int dirfd, const char *name);
+int st_sys_mkdir(struct st_io *io, int dirfd, const char *name, mode_t mode);
 int64_t st_sys_read(struct st_io *io, int fd, void *buf, size_t length, uint64_t offset);
 void st_sys_write_back(struct st_io *io, int fd, uint64_t offset, uint64_t length);
 
@@ -114,6 +117,6 @@ void st_sys_write_back(struct st_io *io, int fd, uint64_t offset, uint64_t lengt
 	.open = st_sys_open, .close = st_sys_close, .lock = st_sys_lock, .chmod = st_sys_chmod,              \
 	.chown = st_sys_chown, .allocate = st_sys_allocate, .truncate = st_sys_truncate,                     \
 	.sync = st_sys_sync, .sync_directory = st_sys_sync_directory, .rename = st_sys_rename,               \
-	.unlink = st_sys_unlink, .read = st_sys_read, .write_back = st_sys_write_back
+	.unlink = st_sys_unlink, .mkdir = st_sys_mkdir, .read = st_sys_read, .write_back = st_sys_write_back
 
 #endif

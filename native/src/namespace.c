@@ -88,10 +88,16 @@ int st_sys_sync_directory(struct st_io *io, int dirfd)
 	return st_sys_sync(io, dirfd);
 }
 
-int st_sys_rename(struct st_io *io, int dirfd, const char *from, const char *to)
+int st_sys_rename(struct st_io *io, int dirfd, const char *from, int to_dirfd, const char *to)
 {
 	(void)io;
-	return renameat(dirfd, from, dirfd, to) < 0 ? -errno : 0;
+	return renameat(dirfd, from, to_dirfd, to) < 0 ? -errno : 0;
+}
+
+int st_sys_mkdir(struct st_io *io, int dirfd, const char *name, mode_t mode)
+{
+	(void)io;
+	return mkdirat(dirfd, name, mode) < 0 ? -errno : 0;
 }
 
 int st_sys_unlink(struct st_io *io, int dirfd, const char *name)

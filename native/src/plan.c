@@ -12,13 +12,41 @@
 #define POSIX_WORKERS_MAX 16u
 #define WORKERS_MAX 1024u
 #define DEPTH_MAX 1024u
+/* Files that are to be busy all at once want more in flight. */
+#define TRANSFERS_PER_FILE 3u
+#define POSIX_TRANSFERS_PER_FILE 2u
+#define POSIX_WORKERS_FILES_MAX 32u
+#define RING_ENTRIES_MAX 4096u
+#define COPIES_MAX 31u /* bits of st_result.failed_copies, but one */
 
 static bool power_of_two(uint32_t value)
 {
 	return value && !(value & (value - 1));
 }
 
-static const char *check_job(const struct st_plan *plan, const struct st_job *job)
+static const char *check_copies(const struct st_plan *plan, const struct st_job *job)
+{
+	if (!job->copies_count)
+		return NULL;
+	if (plan->direction == ST_WRITE)
+		return "a job of a write has places to read from";
+	if (job->copies_count > COPIES_MAX)
+		return "a job has too many copies";
+	if (job->copies_first > plan->copies_count ||
+		job->copies_count > plan->copies_count - job->copies_first)
+		return "a job names copies that are not there";
+	for (uint32_t i = 0; i < job->copies_count; i++) {
+		const struct st_copy *copy = &plan->copies[job->copies_first + i];
+
+		if (copy->file >= plan->files_count)
+			return "a copy names a file that is not there";
+		if (copy->offset % ST_ALIGN || copy->offset > INT64_MAX - ST_ALIGN - job->length)
+			return "a copy's offset is not possible";
+	}
+	return NULL;
+}
+
+static const char *check_job(const struct st_plan *plan, const struct st_job *job, bool output)
 {
 	uint64_t sum = 0;
 
@@ -46,40 +74,94 @@ static const char *check_job(const struct st_plan *plan, const struct st_job *jo
 		if (!extent->addr && extent->length && plan->direction == ST_WRITE)
 			return "an extent of a write has no address";
 	}
+	if (output && plan->direction == ST_WRITE)
+		return sum ? "an output of a write has extents" : NULL;
 	return sum == job->length ? NULL : "a job's extents are shorter than the job";
 }
 
-const char *st_plan_check(const struct st_plan *plan, uint64_t *job)
+static const char *check_files(const struct st_plan *plan)
 {
-	*job = 0;
-	if (plan->direction != ST_WRITE && plan->direction != ST_READ)
-		return "the direction is neither write nor read";
-	if ((plan->files_count && !plan->files) || (plan->extents_count && !plan->extents) ||
-		(plan->jobs_count && (!plan->jobs || !plan->results)))
-		return "a table is missing";
 	for (uint32_t i = 0; i < plan->files_count; i++) {
 		const struct st_file *file = &plan->files[i];
 
-		if (file->fd < 0)
+		if (file->fd < 0 && !(file->fd == -1 && plan->direction == ST_WRITE && plan->keep_going))
 			return "a file is not open";
 		if ((file->mem_align && !power_of_two(file->mem_align)) ||
 			(file->offset_align && !power_of_two(file->offset_align)))
 			return "a file's alignment is not a power of two";
 	}
-	for (*job = 0; *job < plan->jobs_count; ++*job) {
-		const char *wrong = check_job(plan, &plan->jobs[*job]);
+	return NULL;
+}
 
-		if (wrong)
-			return wrong;
+static const char *check_group(const struct st_plan *plan, const struct st_group *group, uint64_t expected)
+{
+	uint64_t count = (uint64_t)group->inputs_count + group->outputs_count, longest = 0;
+
+	if (group->job_first != expected || count > plan->jobs_count - expected)
+		return "the groups do not cover the jobs in their order";
+	if (!group->inputs_count || count > 255)
+		return "a group has no input, or more than 255 blocks";
+	if (group->matrix_first > plan->matrix_bytes || (uint64_t)group->inputs_count * group->outputs_count >
+								plan->matrix_bytes - group->matrix_first)
+		return "a group names factors that are not there";
+	for (uint64_t i = 0; i < count; i++) {
+		const struct st_job *job = &plan->jobs[expected + i];
+
+		if (i < group->inputs_count && job->length > longest)
+			longest = job->length;
+		if (i >= group->inputs_count && job->length > longest)
+			return "an output is longer than the inputs";
+		if (group->outputs_count && job->copies_count)
+			return "a group with outputs has copies to read from";
 	}
 	return NULL;
 }
 
-/* May the kernel be shown the caller's memory itself? direct: the file still
- * has O_DIRECT, so its alignments count. */
-bool st_job_borrows(const struct st_plan *plan, const struct st_job *job, bool direct)
+const char *st_plan_check(const struct st_plan *plan, uint64_t *job)
 {
-	const struct st_file *file = &plan->files[job->file];
+	const char *wrong;
+	uint64_t group = 0;
+
+	*job = 0;
+	if (plan->direction != ST_WRITE && plan->direction != ST_READ)
+		return "the direction is neither write nor read";
+	if ((plan->files_count && !plan->files) || (plan->extents_count && !plan->extents) ||
+		(plan->jobs_count && (!plan->jobs || !plan->results)) ||
+		(plan->groups_count && !plan->groups) || (plan->copies_count && !plan->copies) ||
+		(plan->matrix_bytes && !plan->matrix))
+		return "a table is missing";
+	wrong = check_files(plan);
+	if (wrong)
+		return wrong;
+	for (*job = 0; *job < plan->jobs_count;) {
+		uint64_t inputs = 1, count = 1;
+
+		if (plan->groups_count) {
+			if (group == plan->groups_count)
+				return "the groups do not cover the jobs in their order";
+			wrong = check_group(plan, &plan->groups[group], *job);
+			if (wrong)
+				return wrong;
+			inputs = plan->groups[group].inputs_count;
+			count = inputs + plan->groups[group].outputs_count;
+			group++;
+		}
+		for (uint64_t i = 0; i < count; i++, ++*job) {
+			wrong = check_job(plan, &plan->jobs[*job], i >= inputs);
+			if (!wrong)
+				wrong = check_copies(plan, &plan->jobs[*job]);
+			if (wrong)
+				return wrong;
+		}
+	}
+	return group == plan->groups_count ? NULL : "the groups do not cover the jobs in their order";
+}
+
+/* May the kernel be shown the caller's memory itself, for a transfer to or
+ * from this file? */
+static bool job_borrows(const struct st_plan *plan, const struct st_job *job, uint32_t file_index)
+{
+	const struct st_file *file = &plan->files[file_index];
 	uint64_t mem_mask = (file->mem_align ? file->mem_align : ST_ALIGN) - 1;
 	uint64_t length_mask = (file->offset_align ? file->offset_align : ST_ALIGN) - 1;
 	unsigned pieces = 0;
@@ -96,10 +178,58 @@ bool st_job_borrows(const struct st_plan *plan, const struct st_job *job, bool d
 			continue;
 		if (!extent->addr || ++pieces > ST_IOVECS_MAX)
 			return false;
-		if (direct && ((extent->addr & mem_mask) || (extent->length & length_mask)))
+		/* A file that loses O_DIRECT only becomes less demanding. */
+		if (file->direct && ((extent->addr & mem_mask) || (extent->length & length_mask)))
 			return false;
 	}
 	return true;
+}
+
+bool st_unit_borrows(const struct st_plan *plan, const struct st_unit *unit)
+{
+	const struct st_job *job = &plan->jobs[unit->job_first];
+
+	if (plan->no_borrow || (unit->outputs && !unit->copies) || !job_borrows(plan, job, job->file))
+		return false;
+	for (unsigned i = 1; i <= unit->outputs; i++)
+		if (!job_borrows(plan, job, job[i].file))
+			return false;
+	for (uint32_t i = 0; i < job->copies_count; i++)
+		if (!job_borrows(plan, job, plan->copies[job->copies_first + i].file))
+			return false;
+	return true;
+}
+
+uint64_t st_plan_units(const struct st_plan *plan)
+{
+	return plan->groups_count ? plan->groups_count : plan->jobs_count;
+}
+
+/* Is output number i of a single input the very block? With another seed it
+ * has a digest of its own, and is computed like any other output. */
+static bool is_copy(const struct st_job *input, unsigned i)
+{
+	return input[i].length == input->length && input[i].seed == input->seed &&
+	       !((input[i].flags ^ input->flags) & ST_JOB_CHECKSUM);
+}
+
+struct st_unit st_plan_unit(const struct st_plan *plan, uint64_t index)
+{
+	const struct st_group *group = &plan->groups[index];
+	struct st_unit unit = {.job_first = index, .inputs = 1};
+
+	if (!plan->groups_count)
+		return unit;
+	unit.job_first = group->job_first;
+	unit.inputs = group->inputs_count;
+	unit.outputs = group->outputs_count;
+	if (!unit.outputs)
+		return unit;
+	unit.matrix = plan->matrix + group->matrix_first;
+	unit.copies = plan->direction == ST_WRITE && unit.inputs == 1;
+	for (unsigned i = 0; i < unit.outputs && unit.copies; i++)
+		unit.copies = unit.matrix[i] == 1 && is_copy(&plan->jobs[unit.job_first], i + 1);
+	return unit;
 }
 
 static unsigned cpus_count(void)
@@ -114,54 +244,83 @@ static unsigned cpus_count(void)
 	return online > 0 ? (unsigned)online : 1;
 }
 
+static uint64_t at_least(uint64_t value, uint64_t low)
+{
+	return value > low ? value : low;
+}
+
+static uint64_t at_most(uint64_t value, uint64_t high)
+{
+	return value < high ? value : high;
+}
+
+static uint64_t default_workers(const struct st_plan *plan, bool synchronous)
+{
+	uint64_t workers = cpus_count();
+
+	if (!synchronous)
+		return workers;
+	workers = at_most(workers * POSIX_WORKERS_PER_CPU, POSIX_WORKERS_MAX);
+	return at_least(workers,
+		at_most((uint64_t)plan->files_count * POSIX_TRANSFERS_PER_FILE, POSIX_WORKERS_FILES_MAX));
+}
+
+/* What the units need: the widest, the hungriest, the longest. */
+static void measure(const struct st_plan *plan, struct st_shape *out)
+{
+	uint64_t longest = 0;
+
+	for (uint64_t i = 0; i < st_plan_units(plan); i++) {
+		struct st_unit unit = st_plan_unit(plan, i);
+		const struct st_job *jobs = &plan->jobs[unit.job_first];
+		unsigned blocks = unit.inputs + unit.outputs;
+		unsigned slots = unit.copies ? 1 : blocks;
+
+		if (blocks > out->unit_blocks)
+			out->unit_blocks = blocks;
+		if (st_unit_borrows(plan, &unit))
+			continue;
+		out->slots_wanted += slots;
+		if (slots > out->unit_slots)
+			out->unit_slots = slots;
+		for (unsigned j = 0; j < blocks; j++)
+			longest = at_least(longest, jobs[j].length);
+	}
+	out->slot_bytes = st_round_up(longest, ST_ALIGN);
+}
+
 int st_plan_shape(const struct st_plan *plan, bool synchronous, struct st_shape *out)
 {
 	uint64_t budget = plan->budget_bytes ? plan->budget_bytes : BUDGET_DEFAULT;
 	uint64_t workers = plan->workers_max, depth = plan->depth;
-	uint64_t longest = 0, slots;
+	uint64_t units_count = st_plan_units(plan);
 
 	*out = (struct st_shape){0};
 	if (!plan->jobs_count)
 		return 0;
-	for (uint64_t i = 0; i < plan->jobs_count; i++) {
-		const struct st_job *job = &plan->jobs[i];
-
-		/* A file that loses O_DIRECT only becomes less demanding. */
-		if (st_job_borrows(plan, job, plan->files[job->file].direct))
-			continue;
-		out->slot_jobs++;
-		if (job->length > longest)
-			longest = job->length;
+	measure(plan, out);
+	if (!workers)
+		workers = default_workers(plan, synchronous);
+	workers = at_most(at_most(workers, WORKERS_MAX), units_count);
+	if (!depth) {
+		depth = DEPTH_DEFAULT;
+		if (!plan->groups_count)
+			depth = at_least(depth,
+				((uint64_t)plan->files_count * TRANSFERS_PER_FILE + workers - 1) / workers);
 	}
-	if (!workers) {
-		workers = cpus_count();
-		if (synchronous)
-			workers = workers * POSIX_WORKERS_PER_CPU < POSIX_WORKERS_MAX
-					  ? workers * POSIX_WORKERS_PER_CPU
-					  : POSIX_WORKERS_MAX;
-	}
-	if (workers > WORKERS_MAX)
-		workers = WORKERS_MAX;
-	if (workers > plan->jobs_count)
-		workers = plan->jobs_count;
 	if (synchronous)
 		depth = 1;
-	if (!depth)
-		depth = DEPTH_DEFAULT;
-	if (depth > DEPTH_MAX)
-		depth = DEPTH_MAX;
-	if (depth > (plan->jobs_count + workers - 1) / workers)
-		depth = (plan->jobs_count + workers - 1) / workers;
-	if (longest) {
-		out->slot_bytes = st_round_up(longest, ST_ALIGN);
-		slots = budget / out->slot_bytes;
-		if (!slots)
+	depth = at_most(at_most(depth, DEPTH_MAX), (units_count + workers - 1) / workers);
+	depth = at_most(depth, at_least(RING_ENTRIES_MAX / out->unit_blocks, 1));
+	if (out->unit_slots) {
+		uint64_t units = budget / out->slot_bytes / out->unit_slots;
+
+		if (!units)
 			return -ENOMEM;
 		/* Workers are kept longer than depth: they also hash and copy. */
-		if (workers * depth > slots)
-			depth = slots / workers ? slots / workers : 1;
-		if (workers * depth > slots)
-			workers = slots;
+		if (workers * depth > units)
+			depth = at_least(units / workers, 1);
+		workers = at_most(workers, at_least(units / depth, 1));
 	}
 	out->workers_count = (unsigned)workers;
 	out->depth = (unsigned)depth;

@@ -46,6 +46,9 @@ static int init_sync(struct st_run *run)
 
 static void release(struct st_run *run)
 {
+	for (uint32_t i = 0; run->files && i < run->plan->files_count; i++)
+		pthread_mutex_destroy(&run->files[i].lock);
+	free(run->away);
 	free(run->threads);
 	free(run->files);
 	free(run);
@@ -97,12 +100,16 @@ int st_run_start(struct st_io *io, struct st_plan *plan, struct st_run **out)
 	ret = -ENOMEM;
 	run->files = calloc(plan->files_count + 1u, sizeof(*run->files));
 	run->threads = calloc(run->shape.workers_count + 1u, sizeof(*run->threads));
-	if (!run->files || !run->threads)
+	run->away = calloc(run->shape.workers_count + 1u, sizeof(*run->away));
+	for (uint32_t i = 0; run->files && i < plan->files_count; i++)
+		pthread_mutex_init(&run->files[i].lock, NULL);
+	if (!run->files || !run->threads || !run->away)
 		goto free_run;
 	for (uint32_t i = 0; i < plan->files_count; i++) {
 		const struct st_file *file = &plan->files[i];
 
 		atomic_init(&run->files[i].direct, file->direct != 0);
+		atomic_init(&run->files[i].dead, file->fd < 0);
 		run->files[i].mem_align = file->mem_align ? file->mem_align : ST_ALIGN;
 		run->files[i].offset_align = file->offset_align ? file->offset_align : ST_ALIGN;
 	}
@@ -163,6 +170,40 @@ static void join(struct st_run *run)
 		pthread_join(run->threads[--run->threads_count], NULL);
 }
 
+int st_run_hung(struct st_run *run, uint64_t timeout_ns, uint32_t *file)
+{
+	uint64_t now = st_now_ns();
+	int hung = 0;
+
+	/* Who waits for the bandwidth does not look at what has come back. */
+	if (atomic_load(&run->pacing))
+		return 0;
+	for (uint32_t i = 0; i < run->plan->files_count && !hung; i++) {
+		struct st_open_file *open_file = &run->files[i];
+
+		pthread_mutex_lock(&open_file->lock);
+		hung = atomic_load(&open_file->in_flight) && now > open_file->alive_ns &&
+		       now - open_file->alive_ns > timeout_ns;
+		pthread_mutex_unlock(&open_file->lock);
+		if (hung)
+			*file = i;
+	}
+	return hung;
+}
+
+void st_run_abandon(struct st_run *run)
+{
+	atomic_store(&run->canceled, true);
+	atomic_store(&run->stop, true);
+	/* A worker that is not away will be soon: nothing that it does takes longer
+	 * than a slice. One that comes back sees stop before it touches anything. */
+	for (unsigned i = 0; i < run->threads_count; i++)
+		while (!atomic_load(&run->away[i]))
+			st_nap(100000u);
+	for (unsigned i = 0; i < run->threads_count; i++)
+		pthread_detach(run->threads[i]);
+}
+
 static bool jobs_skipped(const struct st_run *run)
 {
 	for (uint64_t i = 0; i < run->plan->jobs_count; i++)
@@ -187,8 +228,11 @@ int st_run_finish(struct st_run *run, struct st_stats *stats, struct st_failure 
 		run->failure = (struct st_failure){.code = ST_ECANCELED};
 		run->failed = true;
 	}
-	for (uint32_t i = 0; i < run->plan->files_count; i++)
+	for (uint32_t i = 0; i < run->plan->files_count; i++) {
 		run->plan->files[i].direct = atomic_load(&run->files[i].direct);
+		if (run->plan->file_stats)
+			run->plan->file_stats[i] = run->files[i].stats;
+	}
 	run->stats.bytes = st_run_bytes(run);
 	run->stats.workers_count = run->ready;
 	if (stats)

@@ -432,7 +432,7 @@ static void test_a_power_cut_stops_everything_after_it(void)
 	CHECK(st_sync(io, bench->file.fd) == -EIO);
 	CHECK(st_truncate(io, bench->file.fd, 1) == -EIO);
 	CHECK(bench_run(bench, io, &stats, &failure) == -EIO);
-	CHECK(st_rename(io, directory, FILE_NAME, "other") == -EIO);
+	CHECK(st_rename(io, directory, FILE_NAME, directory, "other") == -EIO);
 	CHECK(fstat(bench->file.fd, &facts) == 0 && facts.st_size == 4 * CHUNK);
 	CHECK(st_close(io, bench->file.fd) == -EIO);
 	CHECK(fstat(bench->file.fd, &facts) < 0 && errno == EBADF);

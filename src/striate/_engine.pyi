@@ -12,6 +12,8 @@ ALIGN: Final[int]  # 4096, bytes
 JOB_DTYPE: Final[np.dtype[np.void]]  # digest is ("u1", (16,))
 EXTENT_DTYPE: Final[np.dtype[np.void]]
 RESULT_DTYPE: Final[np.dtype[np.void]]
+GROUP_DTYPE: Final[np.dtype[np.void]]
+COPY_DTYPE: Final[np.dtype[np.void]]
 
 ECORRUPT: Final[int]
 ECANCELED: Final[int]
@@ -19,6 +21,8 @@ ETRUNCATED: Final[int]
 ERING: Final[int]
 EPLAN: Final[int]
 ESKIPPED: Final[int]
+EHUNG: Final[int]
+EINPUT: Final[int]
 
 JOB_CHECKSUM: Final[int]
 JOB_STABLE: Final[int]
@@ -27,12 +31,13 @@ JOB_CAREFUL: Final[int]
 @dataclass(frozen=True)
 class Fault:
     # "any", "open", "close", "lock", "chmod", "chown", "allocate", "truncate", "write", "read", "sync",
-    # "sync_directory", "rename", "unlink"
+    # "sync_directory", "rename", "unlink", "mkdir"
     op: str
-    kind: Literal["error", "short", "cut"] = "error"
+    kind: Literal["error", "short", "cut", "hang"] = "error"
     nth: int = 0
     count: int = 1  # 0: for ever
-    value: int = 5  # errno; or, of "short", the bytes that a transfer answers at most
+    value: int = 5  # errno; of "short", the bytes that a transfer answers at most; of "hang", milliseconds (0: an hour)
+    drive: bytes = b""  # only what lies below a path that begins so; at most 255 bytes
 
 @dataclass(frozen=True)
 class Trace:
@@ -53,6 +58,14 @@ class File:
     offset_align: int = 0
 
 @dataclass(frozen=True)
+class FileStats:
+    bytes: int  # moved, padding included
+    transfers: int
+    busy_s: float  # with at least one transfer in flight
+    flight_s: float  # of all transfers, summed
+    errors: int
+
+@dataclass(frozen=True)
 class Stats:
     engine: str  # "uring", "posix", "fault(uring)", ...
     bytes: int
@@ -69,6 +82,8 @@ class Stats:
     buffered_files: int
     rings_refused: int
     slot_bytes: int
+    priority_error: int
+    files: tuple[FileStats, ...]
 
 class RunError(Exception):
     """First hard error of a run. code: -errno or one of the codes above; detail: -errno of the ring call for ERING."""
@@ -101,7 +116,8 @@ class Io:
     def truncate(self, fd: int, length: int) -> None: ...
     def sync(self, fd: int) -> None: ...
     def sync_directory(self, dirfd: int) -> None: ...
-    def rename(self, dirfd: int, old: bytes, new: bytes) -> None: ...
+    def rename(self, dirfd: int, old: bytes, new: bytes, to_dirfd: int | None = None) -> None: ...
+    def mkdir(self, dirfd: int, name: bytes, mode: int = 0o777) -> None: ...  # FileExistsError
     def unlink(self, dirfd: int, name: bytes) -> None: ...
     def read(self, fd: int, length: int, offset: int) -> bytes: ...  # EOFError when the file ends before
     def run(
@@ -117,12 +133,20 @@ class Io:
         budget_bytes: int = 0,
         register_buffers: bool = True,
         progress: Callable[[int], None] | None = None,  # bytes done, about every 100 ms, and once at the end
+        groups: NDArray[np.void] | None = None,
+        matrix: bytes = b"",
+        copies: NDArray[np.void] | None = None,
+        max_bandwidth: int = 0,  # bytes/s of the run, 0: no limit
+        file_max_bandwidth: int = 0,
+        idle_priority: bool = False,
+        hang_timeout_s: float = 0.0,  # 0: waits for ever, and may borrow memory
     ) -> tuple[NDArray[np.void], Stats]:
         """Blocks with the GIL released, looks at Python's signals every 100 ms. A signal handler (or progress)
         that raises cancels the run, waits for what is in flight and lets the exception through.
         Memory in extents and the arrays must stay alive until this returns.
         ValueError: a wrong table, with the job's index; OSError ENOMEM: one slot does not fit budget_bytes;
-        RunError: the first hard error."""
+        RunError: the first hard error; EHUNG with the file that did not answer, after which threads, descriptors and
+        these tables stay as they are."""
     def traces(self) -> list[Trace]: ...
 
 @dataclass(frozen=True)

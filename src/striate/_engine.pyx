@@ -32,6 +32,8 @@ cdef extern from "striate.h" nogil:
     enum: ST_ERING
     enum: ST_EPLAN
     enum: ST_ESKIPPED
+    enum: ST_EHUNG
+    enum: ST_EINPUT
     enum: ST_OP_ANY
     enum: ST_OP_OPEN
     enum: ST_OP_CLOSE
@@ -46,9 +48,11 @@ cdef extern from "striate.h" nogil:
     enum: ST_OP_SYNC_DIRECTORY
     enum: ST_OP_RENAME
     enum: ST_OP_UNLINK
+    enum: ST_OP_MKDIR
     enum: ST_FAULT_ERROR
     enum: ST_FAULT_SHORT
     enum: ST_FAULT_CUT
+    enum: ST_FAULT_HANG
     enum: ST_JOB_CHECKSUM
     enum: ST_JOB_STABLE
     enum: ST_JOB_CAREFUL
@@ -70,8 +74,9 @@ cdef extern from "striate.h" nogil:
     int st_truncate(st_io *io, int fd, uint64_t length)
     int st_sync(st_io *io, int fd)
     int st_sync_directory(st_io *io, int dirfd)
-    int st_rename(st_io *io, int dirfd, const char *old, const char *new)
+    int st_rename(st_io *io, int dirfd, const char *old, int to_dirfd, const char *new)
     int st_unlink(st_io *io, int dirfd, const char *name)
+    int st_mkdir(st_io *io, int dirfd, const char *name, unsigned mode)
     int st_read(st_io *io, int fd, void *buf, uint64_t length, uint64_t offset)
 
     struct st_fault:
@@ -80,6 +85,7 @@ cdef extern from "striate.h" nogil:
         uint64_t nth
         uint64_t count
         uint64_t value
+        char drive[256]
     struct st_trace:
         uint32_t op
         int32_t result
@@ -105,12 +111,28 @@ cdef extern from "striate.h" nogil:
         uint32_t file
         uint64_t seed
         uint32_t flags
-        uint32_t reserved
+        uint32_t copies_count
+        uint64_t copies_first
         uint8_t digest[16]
+    struct st_copy:
+        uint64_t offset
+        uint32_t file
+    struct st_group:
+        uint64_t job_first
+        uint64_t matrix_first
+        uint32_t inputs_count
+        uint32_t outputs_count
     struct st_result:
         int32_t code
-        uint32_t reserved
+        uint32_t failed_copies
+        int32_t failed_code
         uint8_t digest[16]
+    struct st_file_stats:
+        uint64_t bytes
+        uint64_t transfers
+        uint64_t busy_ns
+        uint64_t flight_ns
+        uint64_t errors
     struct st_file:
         int32_t fd
         uint32_t direct
@@ -130,6 +152,17 @@ cdef extern from "striate.h" nogil:
         const st_extent *extents
         uint64_t extents_count
         st_result *results
+        const st_group *groups
+        uint64_t groups_count
+        const uint8_t *matrix
+        uint64_t matrix_bytes
+        const st_copy *copies
+        uint64_t copies_count
+        st_file_stats *file_stats
+        uint64_t max_bandwidth
+        uint64_t file_max_bandwidth
+        uint32_t idle_priority
+        uint32_t no_borrow
     struct st_failure:
         int32_t code
         int32_t detail
@@ -149,6 +182,7 @@ cdef extern from "striate.h" nogil:
         uint32_t register_error
         uint32_t buffered_files
         uint32_t rings_refused
+        uint32_t priority_error
         uint64_t slot_bytes
     struct st_run:
         pass
@@ -159,6 +193,8 @@ cdef extern from "striate.h" nogil:
     uint64_t st_run_bytes(const st_run *run)
     int st_run_finish(st_run *run, st_stats *stats, st_failure *failure)
     void st_run_free(st_run *run)
+    int st_run_hung(st_run *run, uint64_t timeout_ns, uint32_t *file)
+    void st_run_abandon(st_run *run)
 
     const char *st_checksum_level()
     void st_checksum(const void *data, size_t length, uint64_t seed, uint8_t *digest)
@@ -185,14 +221,17 @@ ETRUNCATED = ST_ETRUNCATED
 ERING = ST_ERING
 EPLAN = ST_EPLAN
 ESKIPPED = ST_ESKIPPED
+EHUNG = ST_EHUNG
+EINPUT = ST_EINPUT
 JOB_CHECKSUM = ST_JOB_CHECKSUM
 JOB_STABLE = ST_JOB_STABLE
 JOB_CAREFUL = ST_JOB_CAREFUL
 
 # Offsets come from the compiler, so that the two sides cannot drift apart.
 JOB_DTYPE = np.dtype({
-    "names": ["offset", "length", "extent_first", "extents_count", "file", "seed", "flags", "reserved", "digest"],
-    "formats": ["u8", "u8", "u8", "u4", "u4", "u8", "u4", "u4", ("u1", (ST_DIGEST_BYTES,))],
+    "names": ["offset", "length", "extent_first", "extents_count", "file", "seed", "flags", "copies_count",
+              "copies_first", "digest"],
+    "formats": ["u8", "u8", "u8", "u4", "u4", "u8", "u4", "u4", "u8", ("u1", (ST_DIGEST_BYTES,))],
     "offsets": [
         <size_t>&(<st_job *>NULL).offset,
         <size_t>&(<st_job *>NULL).length,
@@ -201,7 +240,8 @@ JOB_DTYPE = np.dtype({
         <size_t>&(<st_job *>NULL).file,
         <size_t>&(<st_job *>NULL).seed,
         <size_t>&(<st_job *>NULL).flags,
-        <size_t>&(<st_job *>NULL).reserved,
+        <size_t>&(<st_job *>NULL).copies_count,
+        <size_t>&(<st_job *>NULL).copies_first,
         <size_t>(<st_job *>NULL).digest,
     ],
     "itemsize": sizeof(st_job),
@@ -214,12 +254,32 @@ EXTENT_DTYPE = np.dtype({
     "itemsize": sizeof(st_extent),
     "aligned": True,
 })
+GROUP_DTYPE = np.dtype({
+    "names": ["job_first", "matrix_first", "inputs_count", "outputs_count"],
+    "formats": ["u8", "u8", "u4", "u4"],
+    "offsets": [
+        <size_t>&(<st_group *>NULL).job_first,
+        <size_t>&(<st_group *>NULL).matrix_first,
+        <size_t>&(<st_group *>NULL).inputs_count,
+        <size_t>&(<st_group *>NULL).outputs_count,
+    ],
+    "itemsize": sizeof(st_group),
+    "aligned": True,
+})
+COPY_DTYPE = np.dtype({
+    "names": ["offset", "file"],
+    "formats": ["u8", "u4"],
+    "offsets": [<size_t>&(<st_copy *>NULL).offset, <size_t>&(<st_copy *>NULL).file],
+    "itemsize": sizeof(st_copy),
+    "aligned": True,
+})
 RESULT_DTYPE = np.dtype({
-    "names": ["code", "reserved", "digest"],
-    "formats": ["i4", "u4", ("u1", (ST_DIGEST_BYTES,))],
+    "names": ["code", "failed_copies", "failed_code", "digest"],
+    "formats": ["i4", "u4", "i4", ("u1", (ST_DIGEST_BYTES,))],
     "offsets": [
         <size_t>&(<st_result *>NULL).code,
-        <size_t>&(<st_result *>NULL).reserved,
+        <size_t>&(<st_result *>NULL).failed_copies,
+        <size_t>&(<st_result *>NULL).failed_code,
         <size_t>(<st_result *>NULL).digest,
     ],
     "itemsize": sizeof(st_result),
@@ -241,9 +301,10 @@ OPS = {
     "sync_directory": ST_OP_SYNC_DIRECTORY,
     "rename": ST_OP_RENAME,
     "unlink": ST_OP_UNLINK,
+    "mkdir": ST_OP_MKDIR,
 }
 OP_NAMES = {number: name for name, number in OPS.items()}
-FAULT_KINDS = {"error": ST_FAULT_ERROR, "short": ST_FAULT_SHORT, "cut": ST_FAULT_CUT}
+FAULT_KINDS = {"error": ST_FAULT_ERROR, "short": ST_FAULT_SHORT, "cut": ST_FAULT_CUT, "hang": ST_FAULT_HANG}
 
 CODE_WORDS = {
     ST_ECORRUPT: "checksum mismatch",
@@ -252,6 +313,8 @@ CODE_WORDS = {
     ST_ERING: "io_uring failed",
     ST_EPLAN: "bad job table",
     ST_ESKIPPED: "not run",
+    ST_EHUNG: "no answer in time",
+    ST_EINPUT: "an input of its group failed",
 }
 
 
@@ -262,6 +325,7 @@ class Fault:
     nth: int = 0
     count: int = 1
     value: int = 5
+    drive: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -285,6 +349,15 @@ class File:
 
 
 @dataclass(frozen=True)
+class FileStats:
+    bytes: int
+    transfers: int
+    busy_s: float
+    flight_s: float
+    errors: int
+
+
+@dataclass(frozen=True)
 class Stats:
     engine: str
     bytes: int
@@ -301,6 +374,8 @@ class Stats:
     buffered_files: int
     rings_refused: int
     slot_bytes: int
+    priority_error: int
+    files: tuple
 
 
 @dataclass(frozen=True)
@@ -352,6 +427,10 @@ cdef uint64_t address_of(table, str name, dtype) except? 0:
     return <uint64_t><uintptr_t>table.ctypes.data
 
 
+# What runs that were given up still look at, for as long as their drives hang.
+ABANDONED = []
+
+
 cdef class Io:
     """The drive interface over one engine. Close nothing under it: descriptors are the caller's."""
 
@@ -372,6 +451,8 @@ cdef class Io:
                 raise ValueError(f"unknown operation {fault.op!r}")
             if fault.kind not in FAULT_KINDS:
                 raise ValueError(f"unknown kind of fault {fault.kind!r}")
+            if len(fault.drive) > 255:
+                raise ValueError("the drive of a fault has at most 255 bytes")
             if fault.nth < 0 or fault.count < 0 or fault.value < 0:
                 raise ValueError("nth, count and value of a fault are not negative")
         check(st_io_uring(&inner) if kind == "uring" else st_io_posix(&inner))
@@ -389,6 +470,7 @@ cdef class Io:
                 rules[i].nth = fault.nth
                 rules[i].count = fault.count
                 rules[i].value = fault.value
+                memcpy(rules[i].drive, <const char *>fault.drive, len(fault.drive))
             check(st_io_fault(&self.io, inner, rules, len(faults), trace))
         except BaseException:
             st_io_free(inner)
@@ -458,12 +540,20 @@ cdef class Io:
             ret = st_sync_directory(self.io, dirfd)
         check(ret)
 
-    def rename(self, int dirfd, bytes old not None, bytes new not None):
+    def rename(self, int dirfd, bytes old not None, bytes new not None, to_dirfd=None):
         cdef const char *before = c_name(old)
         cdef const char *after = c_name(new)
+        cdef int there = dirfd if to_dirfd is None else to_dirfd
         cdef int ret
         with nogil:
-            ret = st_rename(self.io, dirfd, before, after)
+            ret = st_rename(self.io, dirfd, before, there, after)
+        check(ret)
+
+    def mkdir(self, int dirfd, bytes name not None, unsigned mode=0o777):
+        cdef const char *text = c_name(name)
+        cdef int ret
+        with nogil:
+            ret = st_mkdir(self.io, dirfd, text, mode)
         check(ret)
 
     def unlink(self, int dirfd, bytes name not None):
@@ -487,56 +577,89 @@ cdef class Io:
         return out
 
     def run(self, direction, files, jobs, extents, *, bint keep_going=False, unsigned workers_max=0,
-            unsigned depth=0, uint64_t budget_bytes=0, bint register_buffers=True, progress=None):
-        cdef st_plan plan
+            unsigned depth=0, uint64_t budget_bytes=0, bint register_buffers=True, progress=None,
+            groups=None, bytes matrix=b"", copies=None, uint64_t max_bandwidth=0, uint64_t file_max_bandwidth=0,
+            bint idle_priority=False, double hang_timeout_s=0.0):
+        cdef st_plan *plan
         cdef st_file *table
+        cdef st_file_stats *facts
         cdef const char *wrong
         cdef uint64_t job = 0
 
         if direction not in ("write", "read"):
             raise ValueError(f"direction must be 'write' or 'read', not {direction!r}")
         files = list(files)
-        memset(&plan, 0, sizeof(plan))
-        plan.direction = ST_WRITE if direction == "write" else ST_READ
-        plan.keep_going = keep_going
-        plan.workers_max = workers_max
-        plan.depth = depth
-        plan.budget_bytes = budget_bytes
-        plan.register_buffers = register_buffers
-        plan.jobs = <const st_job *><uintptr_t>address_of(jobs, "jobs", JOB_DTYPE)
-        plan.jobs_count = len(jobs)
-        plan.extents = <const st_extent *><uintptr_t>address_of(extents, "extents", EXTENT_DTYPE)
-        plan.extents_count = len(extents)
+        address_of(jobs, "jobs", JOB_DTYPE)
         results = np.zeros(len(jobs), RESULT_DTYPE)
-        plan.results = <st_result *><uintptr_t>address_of(results, "results", RESULT_DTYPE)
-        plan.files_count = len(files)
+        # On the heap: an abandoned run looks at its plan for as long as its drive hangs.
+        plan = <st_plan *>calloc(1, sizeof(st_plan))
         table = <st_file *>calloc(len(files) + 1, sizeof(st_file))
-        if table == NULL:
-            raise MemoryError()
-        plan.files = table
+        facts = <st_file_stats *>calloc(len(files) + 1, sizeof(st_file_stats))
+        abandoned = False
         try:
+            if plan == NULL or table == NULL or facts == NULL:
+                raise MemoryError()
+            plan.direction = ST_WRITE if direction == "write" else ST_READ
+            plan.keep_going = keep_going
+            plan.workers_max = workers_max
+            plan.depth = depth
+            plan.budget_bytes = budget_bytes
+            plan.register_buffers = register_buffers
+            plan.jobs = <const st_job *><uintptr_t>address_of(jobs, "jobs", JOB_DTYPE)
+            plan.jobs_count = len(jobs)
+            plan.extents = <const st_extent *><uintptr_t>address_of(extents, "extents", EXTENT_DTYPE)
+            plan.extents_count = len(extents)
+            plan.results = <st_result *><uintptr_t>address_of(results, "results", RESULT_DTYPE)
+            if groups is not None:
+                plan.groups = <const st_group *><uintptr_t>address_of(groups, "groups", GROUP_DTYPE)
+                plan.groups_count = len(groups)
+            plan.matrix = <const uint8_t *>PyBytes_AS_STRING(matrix)
+            plan.matrix_bytes = len(matrix)
+            if copies is not None:
+                plan.copies = <const st_copy *><uintptr_t>address_of(copies, "copies", COPY_DTYPE)
+                plan.copies_count = len(copies)
+            plan.max_bandwidth = max_bandwidth
+            plan.file_max_bandwidth = file_max_bandwidth
+            plan.idle_priority = idle_priority
+            plan.no_borrow = hang_timeout_s > 0
+            plan.files_count = len(files)
+            plan.files = table
+            plan.file_stats = facts
             for i, file in enumerate(files):
                 table[i].fd = file.fd
                 table[i].direct = bool(file.direct)
                 table[i].mem_align = file.mem_align
                 table[i].offset_align = file.offset_align
             with nogil:
-                wrong = st_plan_check(&plan, &job)
+                wrong = st_plan_check(plan, &job)
             if wrong != NULL:
                 raise ValueError(f"{wrong.decode()} (job {job})")
-            stats = self.drive(&plan, progress)
+            try:
+                stats = self.drive(plan, progress, hang_timeout_s)
+            except RunError as e:
+                abandoned = e.code == ST_EHUNG
+                raise
         finally:
-            free(table)
+            if abandoned:
+                ABANDONED.append((self, jobs, extents, results, groups, matrix, copies))
+            else:
+                free(plan)
+                free(table)
+                free(facts)
         return results, stats
 
-    cdef drive(self, st_plan *plan, progress):
+    cdef drive(self, st_plan *plan, progress, double hang_timeout_s):
         """Starts a run and sees it to its end, whatever happens meanwhile."""
         cdef st_run *run = NULL
         cdef st_stats stats
         cdef st_failure failure
+        cdef uint64_t timeout_ns = <uint64_t>(hang_timeout_s * 1e9)
+        cdef uint32_t hung_file = 0
         cdef bint done = False
+        cdef bint hung = False
         cdef int ret
 
+        memset(&stats, 0, sizeof(stats))
         started = time.monotonic()
         pid = os.getpid()
         with nogil:
@@ -546,13 +669,18 @@ cdef class Io:
             while not done:
                 with nogil:
                     done = st_run_wait(run, WAIT_MS)
+                    if timeout_ns and not done:
+                        hung = st_run_hung(run, timeout_ns, &hung_file)
                 PyErr_CheckSignals()
                 if progress is not None:
                     progress(st_run_bytes(run))
                 if os.getpid() != pid:
                     raise RuntimeError("forked in the middle of a run: its threads are the parent's")
-            with nogil:
-                ret = st_run_finish(run, &stats, &failure)
+                if hung:
+                    break
+            if not hung:
+                with nogil:
+                    ret = st_run_finish(run, &stats, &failure)
         finally:
             # After an exception this cancels, and waits for what is in flight:
             # the drive must not touch the caller's memory once it is theirs again.
@@ -560,8 +688,23 @@ cdef class Io:
             # none of the threads: there, joining them would crash.
             if os.getpid() == pid:
                 with nogil:
-                    st_run_free(run)
-        facts = Stats(
+                    if not hung and timeout_ns:
+                        st_run_cancel(run)
+                        while not hung and not st_run_wait(run, WAIT_MS):
+                            hung = st_run_hung(run, timeout_ns, &hung_file)
+                    if hung:
+                        st_run_abandon(run)
+                    else:
+                        st_run_free(run)
+        if hung:
+            raise RunError(ST_EHUNG, 0, 0, hung_file, 0, self.facts(plan, &stats, started))
+        facts = self.facts(plan, &stats, started)
+        if ret < 0:
+            raise RunError(failure.code, failure.detail, failure.job, failure.file, failure.offset, facts)
+        return facts
+
+    cdef facts(self, st_plan *plan, st_stats *stats, started):
+        return Stats(
             engine=self.name,
             bytes=stats.bytes,
             zero_copy_bytes=stats.zero_copy_bytes,
@@ -577,10 +720,18 @@ cdef class Io:
             buffered_files=stats.buffered_files,
             rings_refused=stats.rings_refused,
             slot_bytes=stats.slot_bytes,
+            priority_error=stats.priority_error,
+            files=tuple(
+                FileStats(
+                    plan.file_stats[i].bytes,
+                    plan.file_stats[i].transfers,
+                    plan.file_stats[i].busy_ns / 1e9,
+                    plan.file_stats[i].flight_ns / 1e9,
+                    plan.file_stats[i].errors,
+                )
+                for i in range(plan.files_count)
+            ),
         )
-        if ret < 0:
-            raise RunError(failure.code, failure.detail, failure.job, failure.file, failure.offset, facts)
-        return facts
 
     def traces(self):
         cdef size_t count = st_trace_count(self.io)

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 import threading
-import warnings
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +19,7 @@ from numpy.typing import NDArray
 from striate import _engine
 from striate.drives import memlock_limit_bytes
 from striate.errors import EngineFallback, EngineUnavailable
+from striate.notices import warn
 
 __all__ = ["Engine", "EngineChoice"]
 
@@ -50,16 +49,7 @@ def _tell(reason: str, message: str) -> None:
         if reason in _told:
             return
         _told.add(reason)
-    warnings.warn(message, EngineFallback, stacklevel=_callers_level())
-
-
-def _callers_level() -> int:
-    """The stacklevel, for the function that asks, of the line outside this package that called into it."""
-    package = os.path.dirname(__file__) + os.sep
-    frame, level = sys._getframe(1), 1
-    while frame.f_code.co_filename.startswith(package) and frame.f_back is not None:
-        frame, level = frame.f_back, level + 1
-    return level
+    warn(message, EngineFallback)
 
 
 def _tell_memlock() -> None:
@@ -139,18 +129,16 @@ class Engine:
         files: Sequence[_engine.File],
         jobs: NDArray[np.void],
         extents: NDArray[np.void],
-        *,
-        keep_going: bool = False,
-        progress: Callable[[int], None] | None = None,
+        **options: Any,
     ) -> NDArray[np.void]:
-        """One run of the engine; the result table. Falls back to posix if the ring itself fails and "auto" was asked.
+        """One run of the engine, with the options of _engine.Io.run; the result table.
+
+        Falls back to posix if the ring itself fails and "auto" was asked.
 
         Raises _engine.RunError, which the caller words: only it knows the paths.
         """
         try:
-            results, stats = self.io.run(
-                direction, files, jobs, extents, keep_going=keep_going, progress=progress
-            )
+            results, stats = self.io.run(direction, files, jobs, extents, **options)
         except _engine.RunError as e:
             if e.code != _engine.ERING:
                 raise
@@ -161,9 +149,7 @@ class Engine:
                 ) from None
             # Jobs carry absolute offsets: doing them all again is the same work, not more.
             self._fall_back(-e.detail)
-            results, stats = self.io.run(
-                direction, files, jobs, extents, keep_going=keep_going, progress=progress
-            )
+            results, stats = self.io.run(direction, files, jobs, extents, **options)
         self.stats.append(stats)
         if stats.register_error == errno.ENOMEM and memlock_limit_bytes() is not None:
             _tell_memlock()

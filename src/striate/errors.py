@@ -16,20 +16,25 @@ from typing import Any
 
 __all__ = [
     "CorruptCheckpoint",
+    "DataLost",
     "DriveAccess",
     "DriveError",
     "DriveFull",
     "DriveGone",
+    "DriveHung",
     "DriveMedia",
     "EngineFallback",
     "EngineUnavailable",
     "FormatError",
     "LoadMismatch",
+    "MissingMember",
     "NotEnoughMemory",
     "StriateError",
     "StriateWarning",
     "UnsafePickle",
     "UnsupportedFormat",
+    "VolumeMismatch",
+    "VolumeWarning",
     "drive_error",
 ]
 
@@ -44,6 +49,10 @@ class StriateWarning(UserWarning):
 
 class EngineFallback(StriateWarning):
     """The engine asked for could not be used whole; the message says what was used instead and why."""
+
+
+class VolumeWarning(StriateWarning):
+    """A volume works, but not as it should: a drive is missing, failed, damaged, or shares a device with another."""
 
 
 class FormatError(StriateError, ValueError):
@@ -84,6 +93,30 @@ class CorruptCheckpoint(StriateError):
         self.offset = offset
         self.wanted = wanted
         self.found = found
+
+
+class DataLost(StriateError):
+    """More of a checkpoint is gone than its layout makes up for.
+
+    ``tensors``: names of those that cannot be restored. ``drives``: what is wrong, drive by drive. ``path``: the
+    checkpoint. ``partial=True`` loads the rest.
+    """
+
+    def __init__(
+        self, message: str, *, path: str = "", tensors: Sequence[str] = (), drives: Sequence[str] = ()
+    ) -> None:
+        super().__init__(message)
+        self.path = path
+        self.tensors = tuple(tensors)
+        self.drives = tuple(drives)
+
+
+class MissingMember(DataLost):
+    """DataLost because members were not found: they may be on drives that are not mounted, or not given."""
+
+
+class VolumeMismatch(StriateError, ValueError):
+    """The drives given are not those of one volume, or cannot bear the layout asked for."""
 
 
 class LoadMismatch(StriateError, RuntimeError):
@@ -167,6 +200,10 @@ class DriveMedia(DriveError):
 
 class DriveGone(DriveError):
     """The device or its file system went away."""
+
+
+class DriveHung(DriveGone):
+    """The drive did not answer in time. It was given up: this process does not touch it again."""
 
 
 class DriveAccess(DriveError):

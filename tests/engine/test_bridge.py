@@ -151,7 +151,25 @@ def test_probe_finds_the_ring_that_the_session_says_is_there() -> None:
 
 
 def test_errors_of_a_run_survive_pickling_and_say_where() -> None:
-    stats = _engine.Stats("uring", 1, 2, 3, 4, 5.0, 6.0, 7.0, 8, 9, 10, 11, 12, 13, 14)
+    stats = _engine.Stats(
+        "uring",
+        1,
+        2,
+        3,
+        4,
+        5.0,
+        6.0,
+        7.0,
+        8,
+        9,
+        10,
+        11,
+        12,
+        13,
+        14,
+        15,
+        (_engine.FileStats(1, 2, 3.0, 4.0, 5),),
+    )
     error = _engine.RunError(_engine.ERING, -12, 3, 1, 4096, stats)
     for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert vars(again) == vars(error)
