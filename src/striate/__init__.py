@@ -11,24 +11,31 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from striate.errors import (
         CorruptCheckpoint,
+        DataLost,
         DriveAccess,
         DriveError,
         DriveFull,
         DriveGone,
+        DriveHung,
         DriveMedia,
         EngineFallback,
         EngineUnavailable,
         FormatError,
         LoadMismatch,
+        MissingMember,
         NotEnoughMemory,
         StriateError,
         StriateWarning,
         UnsafePickle,
         UnsupportedFormat,
+        VolumeMismatch,
+        VolumeWarning,
     )
+    from striate.repair import MemberHealth, Repaired, VolumeReport
     from striate.scrub import Damage, VerifyReport
     from striate.torch_api import (
         CheckpointInfo,
+        MemberInfo,
         SaveResult,
         TensorInfo,
         info,
@@ -38,30 +45,39 @@ if TYPE_CHECKING:
         save,
         verify,
     )
+    from striate.transaction import MemberReport
+    from striate.volume import CheckpointEntry, Volume
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "striate.errors": (
         "CorruptCheckpoint",
+        "DataLost",
         "DriveAccess",
         "DriveError",
         "DriveFull",
         "DriveGone",
+        "DriveHung",
         "DriveMedia",
         "EngineFallback",
         "EngineUnavailable",
         "FormatError",
         "LoadMismatch",
+        "MissingMember",
         "NotEnoughMemory",
         "StriateError",
         "StriateWarning",
         "UnsafePickle",
         "UnsupportedFormat",
+        "VolumeMismatch",
+        "VolumeWarning",
     ),
+    "striate.repair": ("MemberHealth", "Repaired", "VolumeReport"),
     "striate.scrub": ("Damage", "VerifyReport"),
     "striate.torch_api": (
         "CheckpointInfo",
+        "MemberInfo",
         "SaveResult",
         "TensorInfo",
         "info",
@@ -71,23 +87,33 @@ _HOMES = {
         "save",
         "verify",
     ),
+    "striate.transaction": ("MemberReport",),
+    "striate.volume": ("CheckpointEntry", "Volume"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "CheckpointEntry",
     "CheckpointInfo",
     "CorruptCheckpoint",
     "Damage",
+    "DataLost",
     "DriveAccess",
     "DriveError",
     "DriveFull",
     "DriveGone",
+    "DriveHung",
     "DriveMedia",
     "EngineFallback",
     "EngineUnavailable",
     "FormatError",
     "LoadMismatch",
+    "MemberHealth",
+    "MemberInfo",
+    "MemberReport",
+    "MissingMember",
     "NotEnoughMemory",
+    "Repaired",
     "SaveResult",
     "StriateError",
     "StriateWarning",
@@ -95,6 +121,10 @@ __all__ = [
     "UnsafePickle",
     "UnsupportedFormat",
     "VerifyReport",
+    "Volume",
+    "VolumeMismatch",
+    "VolumeReport",
+    "VolumeWarning",
     "__version__",
     "info",
     "load",

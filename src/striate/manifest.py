@@ -101,7 +101,7 @@ _OTHER_FORMATS = {
     b"\x80\x02": "a pickle, as old versions of torch.save write",
     b"\x89HDF": "an HDF5 file",
     b"GGUF": "a GGUF file",
-    b"STRIATE\x00": "one file of a striate checkpoint on several drives, which this version does not read",
+    b"STRIATE\x00": "one member of a striate checkpoint on several drives",
 }
 
 
@@ -318,7 +318,7 @@ def header_length(prefix8: bytes, *, file_bytes: int | None, path: str = "") -> 
     for magic, what in _OTHER_FORMATS.items():
         if prefix8.startswith(magic):
             if magic.startswith(b"STRIATE"):
-                raise UnsupportedFormat(f"{where} is {what}. Update striate, then load it.")
+                raise FormatError(f"{where} is {what}. It cannot be read from a stream: load it by its path.")
             raise FormatError(
                 f"{where} is {what}, not a safetensors file. Load it with the tool it belongs to."
             )

@@ -12,8 +12,8 @@ import dataclasses
 import errno
 import os
 import stat
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from striate.errors import CorruptCheckpoint, FormatError, StriateError, drive_e
 
 __all__ = [
     "Member",
+    "Readable",
     "chunks_of",
     "corrupt_chunk",
     "engine_file",
@@ -84,6 +85,32 @@ def fill_tables(
     return jobs, extents
 
 
+class Readable(Protocol):
+    """An open checkpoint, on one drive or on several, as those see it who want its tensors."""
+
+    path: str
+
+    @property
+    def manifest(self) -> manifest.Manifest: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def file_bytes(self) -> int: ...
+    def gather(
+        self, addresses: NDArray[np.uint64], *, chunks: NDArray[np.int64] | None = None
+    ) -> image.Pieces: ...
+    def chunks_of(self, indices: Sequence[int]) -> NDArray[np.int64]: ...
+    def read_chunks(
+        self,
+        pieces: image.Pieces,
+        *,
+        verify: bool,
+        keep_going: bool = False,
+        progress: Progress | None = None,
+    ) -> NDArray[np.int64]: ...
+    def tensors_in(self, chunks: Iterable[int]) -> list[str]: ...
+
+
 class Member:
     """An open checkpoint file. Owns its descriptor; a context manager."""
 
@@ -130,6 +157,31 @@ class Member:
 
     def first_bytes(self, length: int) -> bytes:
         return self.read(min(length, self.file_bytes), 0)
+
+    def gather(
+        self, addresses: NDArray[np.uint64], *, chunks: NDArray[np.int64] | None = None
+    ) -> image.Pieces:
+        """The pieces of the data, for read_chunks. Address 0: checked and dropped."""
+        return gather(self, addresses, chunks=chunks)
+
+    def chunks_of(self, indices: Sequence[int]) -> NDArray[np.int64]:
+        return chunks_of(self, indices)
+
+    def read_chunks(
+        self,
+        pieces: image.Pieces,
+        *,
+        verify: bool,
+        keep_going: bool = False,
+        progress: Progress | None = None,
+    ) -> NDArray[np.int64]:
+        """Reads chunks into the memory that the pieces name; those that are lost, which only ``keep_going`` returns."""
+        results = read_chunks(self, pieces, verify=verify, keep_going=keep_going, progress=progress)
+        lost: NDArray[np.int64] = pieces.chunk[results["code"] != 0]
+        return lost
+
+    def tensors_in(self, chunks: Iterable[int]) -> list[str]:
+        return list(dict.fromkeys(name for n in chunks for name in tensors_in_chunk(self.manifest, int(n))))
 
     def read_header(self, *, verify: bool) -> None:
         prefix = self.first_bytes(8)

@@ -38,6 +38,7 @@ from striate.engines import Engine
 from striate.errors import StriateError, drive_error
 from striate.graph import Graph
 from striate.member import engine_file, fill_tables, open_direct, open_member
+from striate.superblock import MAGIC, is_member
 
 __all__ = [
     "Generation",
@@ -194,6 +195,7 @@ def check_target(place: Place) -> None:
                 path=place.path,
                 state=f"{state} The earlier {display(place.name)} is intact.",
             )
+        _refuse_member(target, place)
         return
     limit = os.pathconf(place.directory, "PC_NAME_MAX")
     if len(place.name) > limit:
@@ -203,6 +205,25 @@ def check_target(place: Place) -> None:
             path=place.path,
             state=state,
             advice=f"Use a name of at most {limit} bytes; this one has {len(place.name)}.",
+        )
+
+
+def _refuse_member(target: bytes, place: Place) -> None:
+    """One drive's part of a checkpoint on several must not be replaced by a whole of its own."""
+    try:
+        fd = os.open(target, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return  # it cannot be read, and may be written
+    try:
+        prefix = os.read(fd, len(MAGIC)) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+    except OSError:
+        prefix = b""
+    finally:
+        os.close(fd)
+    if is_member(prefix):
+        raise StriateError(
+            f"save refused: {place.path} is one drive's part of a checkpoint on several drives, and replacing it would "
+            "take that apart. Nothing was written. Save to the volume (volume=), or delete the checkpoint first."
         )
 
 
@@ -549,6 +570,16 @@ def _sweep_one(dirfd: int, name: bytes, engine: Engine) -> None:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             return
         io.lock(fd)
-        io.unlink(dirfd, name)
+        # A member whose rename is still to come may be needed: only the
+        # volume, which sees the other drives, can tell.
+        if not _is_member(fd, engine):
+            io.unlink(dirfd, name)
     finally:
         io.close(fd)
+
+
+def _is_member(fd: int, engine: Engine) -> bool:
+    try:
+        return is_member(engine.io.read(fd, len(MAGIC), 0))
+    except EOFError:
+        return False

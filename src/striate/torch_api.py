@@ -14,14 +14,15 @@ import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from striate import _engine, drives, graph, manifest, plain, scrub, stream
+from striate import _engine, graph, image, manifest, plain, repair, scrub, stream
 from striate import member as member_file
+from striate.drives import display, is_descriptor_path, resolve
 from striate.engines import Engine, EngineChoice
 from striate.errors import (
     CorruptCheckpoint,
@@ -31,10 +32,15 @@ from striate.errors import (
     NotEnoughMemory,
     StriateError,
     UnsafePickle,
+    VolumeWarning,
 )
-from striate.member import Member
+from striate.member import Readable
+from striate.member_set import MemberSet, open_from_member
 from striate.merge import Merge
+from striate.notices import warn
 from striate.progress import ProgressChoice, shown
+from striate.superblock import MAGIC, is_member
+from striate.transaction import MemberReport
 
 __all__ = [
     "CheckpointInfo",
@@ -60,6 +66,7 @@ class SaveResult:
 
     ``opaque_count``: tensors' storages that other safetensors tools cannot read (views, strides, exotic types).
     ``stats``: the engine's figures for the data, None for file objects and checkpoints without data.
+    ``members``: of a volume, each drive's part. ``file_bytes`` is then that of all members together.
     """
 
     path: str
@@ -71,11 +78,17 @@ class SaveResult:
     opaque_count: int
     elapsed_s: float
     stats: _engine.Stats | None
+    members: tuple[MemberReport, ...] = ()
+
+    @property
+    def degraded(self) -> bool:
+        """Did a drive of the volume not get its member?"""
+        return any(member.trouble for member in self.members)
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One entry of the header. ``offset`` is in bytes from the start of the file."""
+    """One entry of the header. ``offset``: bytes from the start of the file, or, on several drives, of the data."""
 
     name: str
     dtype: str
@@ -85,10 +98,20 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
+class MemberInfo:
+    """One drive's part of a checkpoint. ``trouble``: why it is not whole, as far as can be seen without its data."""
+
+    drive: str
+    file_bytes: int
+    trouble: str = ""
+
+
+@dataclass(frozen=True)
 class CheckpointInfo:
     """What a file says of itself, without its data being read or its graph being run.
 
-    ``kind``: "striate" or "safetensors" (foreign). ``ties``: further name -> the name whose bytes it shares.
+    ``kind``: "striate", "member" (on several drives) or "safetensors" (foreign). ``ties``: further name -> the name
+    whose bytes it shares.
     ``opaque_count``: entries that other tools cannot read. ``created_s``: seconds since 1970, from the sequence.
     """
 
@@ -107,6 +130,25 @@ class CheckpointInfo:
     tensors: tuple[TensorInfo, ...]
     ties: dict[str, str]
     metadata: dict[str, str]
+    members: tuple[MemberInfo, ...] = ()
+    data_blocks: int = 1
+    check_blocks: int = 0
+
+
+class Saves(Protocol):
+    """What save wants of a striate.Volume."""
+
+    def save(
+        self,
+        obj: object,
+        name: str | bytes | os.PathLike[Any],
+        *,
+        pickle_module: Any = pickle,
+        pickle_protocol: int = 2,
+        engine: EngineChoice = "auto",
+        frozen: bool = False,
+        progress: ProgressChoice = False,
+    ) -> SaveResult: ...
 
 
 # ---- save ------------------------------------------------------------------
@@ -122,6 +164,7 @@ def save(
     chunk_bytes: int = manifest.CHUNK_BYTES_DEFAULT,
     frozen: bool = False,
     progress: ProgressChoice = False,
+    volume: Saves | None = None,
 ) -> SaveResult:
     """Saves whatever torch.save takes. When this returns, the checkpoint is whole and durable: synced, renamed, synced.
 
@@ -131,27 +174,41 @@ def save(
     chunk_bytes: a power of two from 4096 to 64 MiB; default 4 MiB. One checksum for each chunk.
     frozen: nothing changes the tensors until this returns: allows to write from their memory without a copy.
     progress: True for a bar, or a callable (bytes done, bytes in all).
+    volume: several drives; ``f`` is then a name in it. It has a chunk size of its own.
 
     Raises what pickling the object raises; DriveError and its kinds, which are OSErrors too; StriateError if the
     checkpoint cannot be written in this form. The earlier file is then untouched, and nothing is left beside it.
     KeyboardInterrupt ends it as soon as what is in flight has drained.
     """
     begun = time.monotonic()
-    _check_chunk_bytes(chunk_bytes)
+    check_chunk_bytes(chunk_bytes)
+    if volume is not None:
+        if not _is_path(f):
+            raise TypeError(f"with volume=, f is a name in the volume, not a {type(f).__name__}")
+        name = os.fspath(f)  # type: ignore[arg-type]
+        return volume.save(
+            obj,
+            name,
+            pickle_module=pickle_module,
+            pickle_protocol=pickle_protocol,
+            engine=engine,
+            frozen=frozen,
+            progress=progress,
+        )
     if not _is_path(f):
         return _save_stream(obj, f, pickle_module, pickle_protocol, chunk_bytes, progress, begun)  # type: ignore[arg-type]
     path = os.fspath(f)  # type: ignore[arg-type]
     if _is_special(path):
         with open(path, "wb") as special:
             return _save_stream(obj, special, pickle_module, pickle_protocol, chunk_bytes, progress, begun)
-    place = drives.resolve(path)
+    place = resolve(path)
     plain.check_target(place)
     chosen = Engine(engine)
     held = graph.dumps(obj, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
     generation = plain.Generation.next(plain.seen_sequence(place, chosen))
     source = plain.prepare(held, generation=generation, chunk_bytes=chunk_bytes, stable=frozen)
     runs_before = len(chosen.stats)
-    with shown(progress, f"saving {drives.display(place.name)}", source.table.data_bytes) as report:
+    with shown(progress, f"saving {display(place.name)}", source.table.data_bytes) as report:
         plain.write_plain(source, place, chosen, progress=report)
     stats = chosen.stats[runs_before] if source.table.data_bytes else None
     return _save_result(source, place.path, begun, stats)
@@ -192,7 +249,7 @@ def _save_result(source: plain.Source, path: str, begun: float, stats: _engine.S
     )
 
 
-def _check_chunk_bytes(chunk_bytes: int) -> None:
+def check_chunk_bytes(chunk_bytes: int) -> None:
     low, high = manifest.CHUNK_BYTES_MIN, manifest.CHUNK_BYTES_MAX
     if not isinstance(chunk_bytes, int) or chunk_bytes & (chunk_bytes - 1) or not low <= chunk_bytes <= high:
         raise ValueError(f"chunk_bytes is a power of two from {low} to {high}, not {chunk_bytes!r}")
@@ -210,7 +267,7 @@ def _is_special(path: str | bytes) -> bool:
         return False  # opening it will word the error
     if stat.S_ISDIR(mode):
         return False
-    return not stat.S_ISREG(mode) or drives.is_descriptor_path(path)
+    return not stat.S_ISREG(mode) or is_descriptor_path(path)
 
 
 # ---- load ------------------------------------------------------------------
@@ -226,42 +283,70 @@ def load(
     verify: bool = True,
     engine: EngineChoice = "auto",
     progress: ProgressChoice = False,
+    partial: bool = False,
+    drives: Sequence[str | bytes | os.PathLike[Any]] | None = None,
+    generation: str | int | None = None,
     **pickle_load_args: Any,
 ) -> Any:
     """Loads a checkpoint of striate, of torch.save, or any safetensors file. Every chunk of ours is checked.
 
     map_location, pickle_module, weights_only, further keywords: as torch.load's. mmap: only for torch.save files.
     verify: False reads the bytes as they are, and a file of ours that another tool rewrote as plain safetensors.
+    partial: True leaves out what is damaged beyond repair: those tensors come as ``meta`` tensors (shape and dtype
+        without bytes), and a warning names them.
+    drives, generation: of a checkpoint on several drives, whose path is that of any of its members: the directories
+        in which to look for the others instead of those recorded; and which generation, by uuid or sequence number.
 
     Raises FileNotFoundError and other DriveErrors; FormatError if it is no checkpoint; UnsupportedFormat for a
-    newer version; CorruptCheckpoint; UnsafePickle if the graph names what weights_only=True forbids, before any
+    newer version; CorruptCheckpoint; DataLost if more of several drives is gone than their layout makes up for;
+    UnsafePickle if the graph names what weights_only=True forbids, before any
     tensor is read.
     """
-    options = _LoadOptions(map_location, pickle_module, weights_only, mmap, verify, pickle_load_args)
+    options = LoadOptions(map_location, pickle_module, weights_only, mmap, verify, pickle_load_args, partial)
     if not _is_path(f):
         return _load_stream(f, options, progress)  # type: ignore[arg-type]
     path = os.fspath(f)  # type: ignore[arg-type]
     if _is_special(path):
         with open(path, "rb") as special:
             return _load_stream(special, options, progress)
-    with (
-        member_file.open_member(path, Engine(engine), verify=verify, header=False) as member,
-        _about(member.path),
-    ):
-        if _is_torch_file(member.first_bytes(_TORCH_PREFIX_BYTES)):
+    with _opened(path, Engine(engine), verify, drives, generation) as source:
+        if source is None:
             return _torch_load(path, options)
+        return load_from(source, options, progress)
+
+
+@contextlib.contextmanager
+def _opened(
+    path: str | bytes,
+    engine: Engine,
+    verify: bool,
+    drives: Sequence[str | bytes | os.PathLike[Any]] | None = None,
+    generation: str | int | None = None,
+) -> Iterator[Readable | None]:
+    """The checkpoint at a path, one file or one member of several; None for a file of torch.save."""
+    with member_file.open_member(path, engine, verify=verify, header=False) as member, about(member.path):
+        prefix = member.first_bytes(_TORCH_PREFIX_BYTES)
+        if is_member(prefix):
+            member.close()
+            with open_from_member(path, engine, drives=drives, generation=generation) as several:
+                yield several
+            return
+        if _is_torch_file(prefix):
+            yield None
+            return
         member.read_header(verify=verify)
-        return _load_member(member, options, progress)
+        yield member
 
 
 @dataclass(frozen=True)
-class _LoadOptions:
+class LoadOptions:
     map_location: Any
     pickle_module: Any
     weights_only: bool
     mmap: bool | None
     verify: bool
     pickle_load_args: dict[str, Any]
+    partial: bool = False
 
 
 _TORCH_PREFIX_BYTES = 512
@@ -278,7 +363,7 @@ def _is_torch_file(prefix: bytes) -> bool:
     )
 
 
-def _torch_load(f: Any, options: _LoadOptions) -> Any:
+def _torch_load(f: Any, options: LoadOptions) -> Any:
     if _is_path(f) and not options.mmap:
         # By its name alone torch would take a path of bytes for a file object,
         # and one that ends in .safetensors for something else than it is.
@@ -295,19 +380,49 @@ def _torch_load(f: Any, options: _LoadOptions) -> Any:
     )
 
 
-def _load_member(member: Member, options: _LoadOptions, progress: ProgressChoice) -> Any:
-    held = member.manifest
-    pickled = _member_graph(member, options.verify)
+def load_from(source: Readable, options: LoadOptions, progress: ProgressChoice) -> Any:
+    """Loads an open checkpoint."""
+    held = source.manifest
+    pickled = _graph_of(source, options.verify)
     restore = _admitted(held, pickled, options)
     storages, addresses = _allocate(held, restore)
+    tensors: dict[int, torch.Tensor] = {}
     if restore.reads_data:
-        pieces = member_file.gather(member, addresses)
-        with shown(progress, f"loading {member.name}", held.table.data_bytes) as report:
-            member_file.read_chunks(member, pieces, verify=options.verify, progress=report)
-    return _rebuild(held, pickled, storages, restore, options)
+        pieces = source.gather(addresses)
+        with shown(progress, f"loading {source.name}", held.table.data_bytes) as report:
+            lost = source.read_chunks(
+                pieces, verify=options.verify, keep_going=options.partial, progress=report
+            )
+        if len(lost):
+            tensors = _leave_out(source, storages, lost)
+    return _rebuild(held, pickled, storages, restore, options, tensors)
 
 
-def _load_stream(f: IO[bytes], options: _LoadOptions, progress: ProgressChoice) -> Any:
+def _leave_out(
+    source: Readable, storages: list[torch.UntypedStorage], lost: NDArray[np.int64]
+) -> dict[int, torch.Tensor]:
+    """Puts what was lost on the meta device: it has no bytes, and nobody can take other bytes for it."""
+    held = source.manifest
+    gone: set[int] = set()
+    for chunk in lost.tolist():
+        start = chunk * held.chunk_bytes - (held.data_offset if held.foreign else 0)
+        gone.update(image.storages_in(held.table, max(start, 0), start + held.chunk_bytes))
+    for n in gone:
+        storages[n] = torch.UntypedStorage(int(held.table.lengths[n]), device="meta")
+    names = source.tensors_in(lost.tolist())
+    warn(
+        f"{source.path}: {len(names)} tensor(s) are damaged beyond repair and come as meta tensors, without bytes: "
+        f"{', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}.",
+        VolumeWarning,
+    )
+    return {
+        n: torch.empty(plain_of.shape, dtype=graph.DTYPES[plain_of.dtype], device="meta")
+        for n in gone
+        if (plain_of := held.table.plain(n)) is not None
+    }
+
+
+def _load_stream(f: IO[bytes], options: LoadOptions, progress: ProgressChoice) -> Any:
     if not hasattr(f, "read"):
         raise AttributeError(f"load needs a path or a binary file object with read(), not {type(f).__name__}")
     prefix = _peek(f)
@@ -315,7 +430,7 @@ def _load_stream(f: IO[bytes], options: _LoadOptions, progress: ProgressChoice) 
         return _torch_load(f, options)
     reader = stream.StreamReader(f, verify=options.verify)
     held = reader.manifest
-    with _about(reader.name):
+    with about(reader.name):
         if held.graph_entry:
             # The graph stands among the data, and a stream cannot be read twice:
             # tensors are read before the graph is admitted, but never rebuilt.
@@ -329,7 +444,7 @@ def _load_stream(f: IO[bytes], options: _LoadOptions, progress: ProgressChoice) 
 
 
 @contextlib.contextmanager
-def _about(path: str) -> Iterator[None]:
+def about(path: str) -> Iterator[None]:
     """The graph knows no paths: what it refuses is told here which file it speaks of, and what can be done."""
     try:
         yield
@@ -348,7 +463,7 @@ def _about(path: str) -> Iterator[None]:
 
 
 def _load_stream_with_entry(
-    reader: stream.StreamReader, options: _LoadOptions, progress: ProgressChoice
+    reader: stream.StreamReader, options: LoadOptions, progress: ProgressChoice
 ) -> Any:
     held = reader.manifest
     restore = _admitted(held, None, options)
@@ -380,20 +495,20 @@ def _graph_memory(held: manifest.Manifest) -> NDArray[np.uint8]:
     return np.empty(held.table.graph[1], np.uint8)
 
 
-def _member_graph(member: Member, verify: bool) -> bytes | None:
-    held = member.manifest
+def _graph_of(source: Readable, verify: bool) -> bytes | None:
+    held = source.manifest
     if not held.graph_entry:
         return None if held.graph is None else manifest.unpack_graph(held.graph, held.graph_bytes or 0)
     memory = _graph_memory(held)
     last = len(held.table.names)
     addresses = np.zeros(last + 1, np.uint64)
     addresses[last] = memory.ctypes.data
-    pieces = member_file.gather(member, addresses, chunks=member_file.chunks_of(member, [last]))
-    member_file.read_chunks(member, pieces, verify=verify)
+    pieces = source.gather(addresses, chunks=source.chunks_of([last]))
+    source.read_chunks(pieces, verify=verify)
     return manifest.unpack_graph(memory.tobytes(), held.graph_bytes or 0)
 
 
-def _admitted(held: manifest.Manifest, pickled: bytes | None, options: _LoadOptions) -> graph.Restore:
+def _admitted(held: manifest.Manifest, pickled: bytes | None, options: LoadOptions) -> graph.Restore:
     """Refuses, before any tensor is read, what would be refused after."""
     if pickled is not None:
         graph.scan(pickled, weights_only=options.weights_only)
@@ -434,7 +549,7 @@ def _rebuild(
     pickled: bytes | None,
     storages: list[torch.UntypedStorage],
     restore: graph.Restore,
-    options: _LoadOptions,
+    options: LoadOptions,
     tensors: dict[int, torch.Tensor] | None = None,
 ) -> Any:
     apply = restore.apply
@@ -462,6 +577,7 @@ def load_tensors(
     *,
     verify: bool = True,
     engine: EngineChoice = "auto",
+    drives: Sequence[str | bytes | os.PathLike[Any]] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Reads some tensors by their dotted names, and only the chunks that hold them. Nothing is unpickled.
 
@@ -470,21 +586,31 @@ def load_tensors(
     """
     if isinstance(names, (str, bytes)):
         raise TypeError(f"names is a list of names, not one: [{names!r}]")
-    wanted = list(names)
-    with member_file.open_member(os.fspath(f), Engine(engine), verify=verify) as member, _about(member.path):
-        held = member.manifest
-        rows = _rows(member.path, held, wanted)
-        restore = graph.Restore(map_location)
-        mask = np.zeros(len(held.table.names), np.bool_)
-        mask[list(rows.values())] = True
-        restore.check({held.table.location(n) for n in set(rows.values())})
-        storages, addresses = _allocate(held, restore, mask)
-        if restore.reads_data and mask.any():
-            chunks = member_file.chunks_of(member, sorted(set(rows.values())))
-            pieces = member_file.gather(member, addresses, chunks=chunks)
-            member_file.read_chunks(member, pieces, verify=verify)
-        placed = {n: restore.apply(storages[n], held.table.location(n)) for n in set(rows.values())}
-        return {name: graph.plain_tensor(held.table.plain(n), placed[n]) for name, n in rows.items()}
+    with _opened(os.fspath(f), Engine(engine), verify, drives) as source:
+        if source is None:
+            raise FormatError(
+                f"{display(os.fspath(f))} is a torch.save file, whose tensors cannot be read alone: load it with "
+                "striate.load."
+            )
+        return tensors_from(source, list(names), map_location, verify)
+
+
+def tensors_from(
+    source: Readable, wanted: Sequence[str], map_location: Any, verify: bool
+) -> dict[str, torch.Tensor]:
+    """Some tensors of an open checkpoint, by name."""
+    held = source.manifest
+    rows = _rows(source.path, held, wanted)
+    restore = graph.Restore(map_location)
+    mask = np.zeros(len(held.table.names), np.bool_)
+    mask[list(rows.values())] = True
+    restore.check({held.table.location(n) for n in set(rows.values())})
+    storages, addresses = _allocate(held, restore, mask)
+    if restore.reads_data and mask.any():
+        chunks = source.chunks_of(sorted(set(rows.values())))
+        source.read_chunks(source.gather(addresses, chunks=chunks), verify=verify)
+    placed = {n: restore.apply(storages[n], held.table.location(n)) for n in set(rows.values())}
+    return {name: graph.plain_tensor(held.table.plain(n), placed[n]) for name, n in rows.items()}
 
 
 def _rows(path: str, held: manifest.Manifest, wanted: Sequence[str]) -> dict[str, int]:
@@ -518,6 +644,7 @@ def load_into(
     verify_first: bool = False,
     engine: EngineChoice = "auto",
     progress: ProgressChoice = False,
+    drives: Sequence[str | bytes | os.PathLike[Any]] | None = None,
     **pickle_load_args: Any,
 ) -> Any:
     """Loads straight into the tensors of ``state`` (nested dicts and lists), with no second copy where they fit.
@@ -533,15 +660,8 @@ def load_into(
     (also RuntimeError) before anything is overwritten. A CorruptCheckpoint or DriveError says whether targets
     have been overwritten, and ``overwritten`` holds their names.
     """
-    if not isinstance(state, (dict, list, tuple)):
-        hint = ""
-        if callable(getattr(state, "state_dict", None)):
-            hint = (
-                ": pass its state_dict() (for a module, that is its own memory; for an optimizer, "
-                "load_state_dict afterwards)"
-            )
-        raise TypeError(f"load_into fills dicts and lists of tensors, not a {type(state).__name__}{hint}")
-    options = _LoadOptions("cpu", None, weights_only, None, verify, pickle_load_args)
+    check_targets(state)
+    options = LoadOptions("cpu", None, weights_only, None, verify, pickle_load_args)
     merge = Merge(state, strict=strict, allow_narrowing=allow_narrowing)
     if not _is_path(f) or _is_special(os.fspath(f)):  # type: ignore[arg-type]
         merge.plan(
@@ -551,38 +671,50 @@ def load_into(
     path = os.fspath(f)  # type: ignore[arg-type]
     chosen = Engine(engine)
     if verify_first:
-        scrub.verify_member(path, chosen).raise_if_damaged()
-    with member_file.open_member(path, chosen, verify=verify, header=False) as member, _about(member.path):
-        if _is_torch_file(member.first_bytes(_TORCH_PREFIX_BYTES)):
+        _verified(path, chosen, drives, False).raise_if_damaged()
+    with _opened(path, chosen, verify, drives) as source:
+        if source is None:
             merge.plan(_torch_load(path, options))
             return merge.apply()
-        member.read_header(verify=verify)
-        return _load_member_into(merge, member, options, progress)
+        return load_into_from(merge, source, options, progress)
 
 
-def _load_member_into(merge: Merge, member: Member, options: _LoadOptions, progress: ProgressChoice) -> Any:
-    held = member.manifest
-    pickled = _member_graph(member, options.verify)
+def check_targets(state: Any) -> None:
+    """Raises TypeError for what load_into cannot fill."""
+    if not isinstance(state, (dict, list, tuple)):
+        hint = ""
+        if callable(getattr(state, "state_dict", None)):
+            hint = (
+                ": pass its state_dict() (for a module, that is its own memory; for an optimizer, "
+                "load_state_dict afterwards)"
+            )
+        raise TypeError(f"load_into fills dicts and lists of tensors, not a {type(state).__name__}{hint}")
+
+
+def load_into_from(merge: Merge, source: Readable, options: LoadOptions, progress: ProgressChoice) -> Any:
+    """Loads an open checkpoint into the tensors of a merge."""
+    held = source.manifest
+    pickled = _graph_of(source, options.verify)
     restore = _admitted(held, pickled, options)
     direct = _direct_targets(merge, held, pickled)
-    if not _read_into(merge, member, pickled, restore, direct, options, progress):
+    if not _read_into(merge, source, pickled, restore, direct, options, progress):
         # Names are paths joined by dots, and {"a.b": t} bears the name of
         # {"a": {"b": t}}: nothing is overwritten on the strength of a name.
-        _read_into(merge, member, pickled, restore, {}, options, progress)
+        _read_into(merge, source, pickled, restore, {}, options, progress)
     return merge.apply()
 
 
 def _read_into(
     merge: Merge,
-    member: Member,
+    source: Readable,
     pickled: bytes | None,
     restore: graph.Restore,
     direct: dict[int, torch.Tensor],
-    options: _LoadOptions,
+    options: LoadOptions,
     progress: ProgressChoice,
 ) -> bool:
     """Reads what is copied, then, if the plan holds, what is not. False: ``direct`` does not fit; nothing changed."""
-    held = member.manifest
+    held = source.manifest
     indirect = np.ones(len(held.table.names), np.bool_)
     indirect[list(direct)] = False
     storages, addresses = _allocate(held, restore, indirect)
@@ -592,18 +724,18 @@ def _read_into(
     # What cannot be read into its place comes first: then everything that can
     # be refused has been, before the first target is overwritten.
     first, second = (
-        member_file.gather(member, where, chunks=member_file.chunks_of(member, rows))
+        source.gather(where, chunks=source.chunks_of(rows))
         for where, rows in ((addresses, np.flatnonzero(indirect).tolist()), (into, sorted(direct)))
     )
     first_bytes = int(first.job_length.sum())
-    with shown(progress, f"loading {member.name}", first_bytes + int(second.job_length.sum())) as report:
-        member_file.read_chunks(member, first, verify=options.verify, progress=report)
+    with shown(progress, f"loading {source.name}", first_bytes + int(second.job_length.sum())) as report:
+        source.read_chunks(first, verify=options.verify, progress=report)
         merge.plan(_rebuild(held, pickled, storages, restore, options, direct), direct.values())
         if not merge.in_place_fits:
             return False
         with _overwriting(held, direct):
             later = None if report is None else lambda done: report(first_bytes + done)
-            member_file.read_chunks(member, second, verify=options.verify, progress=later)
+            source.read_chunks(second, verify=options.verify, progress=later)
     return True
 
 
@@ -673,37 +805,58 @@ def info(f: str | bytes | os.PathLike[Any], *, verify: bool = True) -> Checkpoin
 
     Reads files of striate and foreign safetensors; for torch.save files it raises FormatError.
     """
-    with member_file.open_member(os.fspath(f), Engine("posix"), verify=verify, header=False) as member:
-        if _is_torch_file(member.first_bytes(_TORCH_PREFIX_BYTES)):
+    with _opened(os.fspath(f), Engine("posix"), verify) as source:
+        if source is None:
             raise FormatError(
-                f"{member.path} is a torch.save file, whose contents stand in a pickle: load it with striate.load."
+                f"{display(os.fspath(f))} is a torch.save file, whose contents stand in a pickle: load it with "
+                "striate.load."
             )
-        member.read_header(verify=verify)
-        held = member.manifest
-        table = held.table
-        tensors = tuple(
-            TensorInfo(name, dtype, tuple(shape), int(length), held.data_offset + int(offset))
-            for name, dtype, shape, length, offset in zip(
-                table.names, table.dtypes, table.shapes, table.lengths, table.offsets, strict=True
-            )
+        return info_of(source)
+
+
+def info_of(source: Readable) -> CheckpointInfo:
+    """What an open checkpoint says of itself."""
+    held, table = source.manifest, source.manifest.table
+    tensors = tuple(
+        TensorInfo(name, dtype, tuple(shape), int(length), held.data_offset + int(offset))
+        for name, dtype, shape, length, offset in zip(
+            table.names, table.dtypes, table.shapes, table.lengths, table.offsets, strict=True
         )
-        return CheckpointInfo(
-            path=member.path,
-            kind="safetensors" if held.foreign else "striate",
-            version=held.version,
-            uuid=held.uuid.hex(),
-            sequence=held.sequence,
-            created_s=held.sequence / 1e9,
-            file_bytes=member.file_bytes,
-            data_bytes=table.data_bytes,
-            chunk_bytes=held.chunk_bytes,
-            chunks_count=len(held.digests) // 16,
-            graph_bytes=held.graph_bytes or 0,
-            opaque_count=sum(not table.is_named(n) for n in range(len(table.names))),
-            tensors=tensors,
-            ties=dict(held.ties),
-            metadata=dict(held.metadata),
-        )
+    )
+    several = source if isinstance(source, MemberSet) else None
+    kind = "member" if several else "safetensors" if held.foreign else "striate"
+    return CheckpointInfo(
+        path=source.path,
+        kind=kind,
+        version=held.version,
+        uuid=held.uuid.hex(),
+        sequence=held.sequence,
+        created_s=held.sequence / 1e9,
+        file_bytes=source.file_bytes,
+        data_bytes=table.data_bytes,
+        chunk_bytes=held.chunk_bytes,
+        chunks_count=len(held.digests) // 16,
+        graph_bytes=held.graph_bytes or 0,
+        opaque_count=sum(not table.is_named(n) for n in range(len(table.names))),
+        tensors=tensors,
+        ties=dict(held.ties),
+        metadata=dict(held.metadata),
+        members=_members_of(several) if several else (),
+        data_blocks=several.manifest.blocks.shape.data if several else 1,
+        check_blocks=several.manifest.blocks.shape.checks if several else 0,
+    )
+
+
+def _members_of(several: MemberSet) -> tuple[MemberInfo, ...]:
+    found = []
+    for number in range(len(several.manifest.drives)):
+        member, trouble = several.members.get(number), several.troubles.get(number)
+        if member is not None:
+            found.append(MemberInfo(member.found.drive.path, os.fstat(member.fd).st_size))
+        else:
+            assert trouble is not None
+            found.append(MemberInfo(trouble.drive, 0, str(trouble)))
+    return tuple(found)
 
 
 def verify(
@@ -711,10 +864,29 @@ def verify(
     *,
     engine: EngineChoice = "auto",
     progress: ProgressChoice = False,
+    drives: Sequence[str | bytes | os.PathLike[Any]] | None = None,
 ) -> scrub.VerifyReport:
     """Reads a whole checkpoint and compares every checksum; keeps nothing in memory.
 
-    The report lists each damaged chunk with its offset and the tensors in it; it is false if there is any.
+    The report lists each damaged chunk with its offset and the tensors in it; it is false if there is any. Of a
+    checkpoint on several drives (the path of any member; ``drives`` as with load) every block of every member is read,
+    and the report is a repair.VolumeReport, member by member.
     Raises DriveError if the file cannot be opened, FormatError if it is no checkpoint with checksums.
     """
-    return scrub.verify_member(os.fspath(f), Engine(engine), progress=progress)
+    return _verified(os.fspath(f), Engine(engine), drives, progress)
+
+
+def _verified(
+    path: str | bytes,
+    engine: Engine,
+    drives: Sequence[str | bytes | os.PathLike[Any]] | None,
+    progress: ProgressChoice,
+) -> scrub.VerifyReport:
+    with member_file.open_member(path, engine, verify=True, header=False) as member:
+        several = is_member(member.first_bytes(len(MAGIC)))
+    if not several:
+        return scrub.verify_member(path, engine, progress=progress)
+    with open_from_member(path, engine, drives=drives) as opened:
+        total = int(opened.manifest.blocks.length.sum())
+        with shown(progress, f"verifying {opened.name}", total) as report:
+            return repair.verify_set(opened, progress=report)

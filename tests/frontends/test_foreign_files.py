@@ -233,7 +233,6 @@ GARBAGE = {
     "plain pickle": pickle.dumps({"a": 1}, 2),
     "new pickle": pickle.dumps({"a": 1}, 4),
     "json": b'{"a": [1, 2, 3]}',
-    "a later striate": b"STRIATE\0" + bytes(8184),
     "length without header": (2).to_bytes(8, "little"),
     "length past the end": (100).to_bytes(8, "little") + b"{}",
     "not json": (16).to_bytes(8, "little") + b"{" + b"x" * 15,
@@ -260,9 +259,22 @@ def test_garbage_is_no_checkpoint_for_every_way_of_reading(target: Path, kind: s
         striate.load(io.BytesIO(GARBAGE[kind]))
     with pytest.raises(striate.FormatError):
         striate.load_into(into, io.BytesIO(GARBAGE[kind]))
-    if kind == "a later striate":
-        with pytest.raises(striate.UnsupportedFormat, match="Update striate"):
-            striate.load(target)
+
+
+def test_what_begins_as_a_member_and_is_none_is_called_damaged(target: Path, engine: Any) -> None:
+    target.write_bytes(b"STRIATE\0" + bytes(8184))
+    for call in (
+        lambda: striate.load(target, engine=engine),
+        lambda: striate.load_tensors(target, ["a"], engine=engine),
+        lambda: striate.load_into({"a": torch.zeros(3)}, target, engine=engine),
+        lambda: striate.info(target),
+        lambda: striate.verify(target, engine=engine),
+    ):
+        with pytest.raises(striate.CorruptCheckpoint, match="superblock is damaged") as caught:
+            call()
+        assert str(target) in str(caught.value)
+    with pytest.raises(striate.FormatError, match="load it by its path"):
+        striate.load(io.BytesIO(target.read_bytes()))
 
 
 def test_directory_is_an_error_for_every_way_of_reading(tmp_path: Path, engine: Any) -> None:
