@@ -13,6 +13,10 @@ import pytest
 import striate
 
 
+# Of the device that all folders of a test lie on.
+DEVICES = ".*(are on one device|a rotating disk)"
+
+
 @pytest.fixture(params=["uring", "posix"])
 def engine_name(request: pytest.FixtureRequest) -> str:
     name: str = request.param
@@ -37,7 +41,7 @@ def one_device_is_no_news() -> Iterator[None]:
     """All folders of a test lie on one device, of which a volume rightly warns; any other warning is a failure."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", striate.VolumeWarning)
-        warnings.filterwarnings("ignore", message=".*(are on one device|a rotating disk)", category=striate.VolumeWarning)
+        warnings.filterwarnings("ignore", message=DEVICES, category=striate.VolumeWarning)
         yield
 
 
@@ -46,7 +50,7 @@ def quiet() -> Iterator[list[Any]]:
     """Warnings of volumes recorded instead of raised."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", striate.VolumeWarning)
-        warnings.filterwarnings("ignore", message=".*(are on one device|a rotating disk)", category=striate.VolumeWarning)
+        warnings.filterwarnings("ignore", message=DEVICES, category=striate.VolumeWarning)
         yield caught
 
 
