@@ -12,7 +12,6 @@ import pytest
 
 import striate
 
-
 # Of the device that all folders of a test lie on.
 DEVICES = ".*(are on one device|a rotating disk)"
 
