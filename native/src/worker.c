@@ -607,6 +607,10 @@ static void land_write(struct worker *self)
 			end_write(self, flight->unit);
 		return;
 	}
+	/* What was to be written has its digest, also where it is not: the rest of
+	 * its group can bring it back. */
+	if (flight->hashed)
+		memcpy(result_of(self, flight)->digest, flight->digest, ST_DIGEST_BYTES);
 	if (ret < 0) {
 		fail(self, flight, ret, 0, flight->done);
 	} else if (ret == LANDED && flight->hashed) {

@@ -54,6 +54,7 @@ __all__ = [
     "locked",
     "open_beneath",
     "open_drives",
+    "read_labels",
     "parent_of",
     "read_small",
     "take_place",
@@ -98,12 +99,21 @@ class Drive:
         self.dirfd = -1
 
 
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """A place in a volume: the drive that has it, None if that is missing, and where it is or should be."""
+
+    uuid: bytes
+    drive: Drive | None
+    path: str
+
+
 @dataclass(eq=False)
 class DriveSet:
     """The drives given, in order, and what their labels say of the volume.
 
     ``expected``: uuids of all drives of the volume; empty for a new one. ``missing``: those of them that no usable
-    drive has. ``slots``: (uuid, drive or None) of each member, in the order of the paths given.
+    drive has. ``bare``: directories without a label while a drive is missing.
     """
 
     drives: list[Drive]
@@ -128,18 +138,18 @@ class DriveSet:
     def by_uuid(self, uuid: bytes) -> Drive | None:
         return next((drive for drive in self.usable if drive.uuid == uuid), None)
 
-    def slots(self) -> list[tuple[bytes, Drive | None]]:
+    def slots(self) -> list[Slot]:
         """One for each drive of the volume; a missing one stands where its path was given, else at the end."""
         absent = [uuid for uuid in self.missing if uuid not in {d.uuid for d in self.drives}]
-        found: list[tuple[bytes, Drive | None]] = []
+        found = []
         for drive in self.drives:
             if drive.usable:
-                found.append((drive.uuid, drive))
+                found.append(Slot(drive.uuid, drive, drive.path))
             elif drive.uuid in self.expected:
-                found.append((drive.uuid, None))
+                found.append(Slot(drive.uuid, None, drive.path))
             elif absent:
-                found.append((absent.pop(0), None))
-        return found + [(uuid, None) for uuid in absent]
+                found.append(Slot(absent.pop(0), None, drive.path))
+        return found + [Slot(uuid, None, f"(drive {uuid.hex()[:8]})") for uuid in absent]
 
     def troubles(self) -> list[str]:
         """What is wrong, a line for each drive that is not used."""
@@ -184,9 +194,7 @@ def open_drives(
                 f"{drive.path} and {other.path} are the same directory: a volume needs a drive for each member. "
                 "Nothing was touched. Give each drive once."
             )
-        for drive in found.usable:
-            _read_label(drive, engine)
-        _agree(found)
+        read_labels(found, engine)
     except BaseException:
         found.close()
         raise
@@ -206,6 +214,13 @@ def _open_drive(path: str | bytes | os.PathLike[str]) -> Drive:
         advice = "There is no such directory: is the drive mounted?" if code == errno.ENOENT else None
         drive.fail(drive_error(code, "open of the drive", path=drive.path, advice=advice))
     return drive
+
+
+def read_labels(found: DriveSet, engine: Engine) -> None:
+    """What the labels say now. Under the locks it is what they will go on saying: another may just have made them."""
+    for drive in found.usable:
+        _read_label(drive, engine)
+    _agree(found)
 
 
 def _twice(drives: Sequence[Drive]) -> list[tuple[Drive, Drive]]:

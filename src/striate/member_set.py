@@ -204,10 +204,11 @@ class MemberSet:
 
     def _note_missing(self, notes: dict[Drive, str]) -> None:
         by_uuid = {drive.uuid: drive for drive in self.drives.drives if drive.uuid}
+        by_path = {drive.directory: drive for drive in self.drives.drives}
         for number, (uuid, path) in enumerate(self.manifest.drives):
             if number in self.members or number in self.troubles:
                 continue
-            drive = by_uuid.get(uuid)
+            drive = by_uuid.get(uuid) or by_path.get(path)
             reason = ""
             if drive is not None:
                 reason = notes.get(drive, "") or drive.trouble

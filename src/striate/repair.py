@@ -226,7 +226,7 @@ def _write_member(
         )
         with temporary.step("repair"):
             make_parents(drive, name, engine)
-            write_whole(temporary, raw, block, engine)
+            write_whole(temporary, raw, block, engine, in_order=True)
             rename_into_place(drive, temporary.name, name, engine)
             temporary.name = b""
             sync_name(drive, name, engine)

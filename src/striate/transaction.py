@@ -32,6 +32,7 @@ from striate.drive_set import (
     locked,
     open_beneath,
     parent_of,
+    read_labels,
     write_labels,
     write_small,
 )
@@ -178,6 +179,7 @@ def write_members(
     as there are check blocks in a group.
     """
     with locked(drives, engine):
+        read_labels(drives, engine)
         write_labels(drives, engine)
         _refuse_foreign(drives, name, engine, overwrite_foreign)
         finish_others(drives, engine)
@@ -196,6 +198,7 @@ def write_members(
             attempt.commit(source, generation)
             attempt.close()
             finish_others(drives, engine)
+            attempt.look_at_pending()
     finally:
         attempt.close()
     attempt.tell()
@@ -268,12 +271,10 @@ class _Attempt:
         self.earlier = earlier
         self.committing = False
         self.notes: list[str] = []
-        given = {d.uuid: d.path for d in drives.drives if d.uuid}
+        self.uuid = b""
+        self.pending: list[_Member] = []
         self.members = [
-            _Member(
-                number, uuid, drive, drive.path if drive else given.get(uuid, f"(drive {uuid.hex()[:8]})")
-            )
-            for number, (uuid, drive) in enumerate(drives.slots())
+            _Member(number, slot.uuid, slot.drive, slot.path) for number, slot in enumerate(drives.slots())
         ]
         self._check_members()
 
@@ -480,6 +481,7 @@ class _Attempt:
 
     def commit(self, source: _Source, generation: Generation) -> None:
         """Steps 3 and 4; the locks are held. Returns when the generation is committed and its names are synced."""
+        self.uuid = generation.uuid
         raw = source.draft.finish(*source.digests)
         self._seal(source, generation, raw)
         self.committing = True
@@ -549,6 +551,7 @@ class _Attempt:
         for member, error in failures:
             assert member.temporary is not None
             member.temporary.name = b""  # it stays, a member like any other
+            self.pending.append(member)
             self.notes.append(
                 f"drive {member.path}: the rename to {display(self.name)} is pending ({error.strerror}): the next "
                 "save, or repair, finishes it"
@@ -581,6 +584,18 @@ class _Attempt:
                 member.temporary.close()
             else:
                 member.temporary.abort()
+
+    def look_at_pending(self) -> None:
+        """A rename that failed once may have been finished since: then there is nothing to tell of it."""
+        for member in self.pending:
+            assert member.drive is not None
+            if member.hung or not member.drive.usable:
+                continue
+            with contextlib.suppress(StriateError, OSError):
+                there = look_at(member.drive, self.name, self.engine)
+                if there is not None and there.uuid == self.uuid:
+                    about = f"drive {member.path}: the rename"
+                    self.notes = [note for note in self.notes if not note.startswith(about)]
 
     def tell(self) -> None:
         """One warning for a save that is committed but not as it should be."""
@@ -645,30 +660,49 @@ def write_tables(
 # ---- one member ------------------------------------------------------------
 
 
-def write_whole(temporary: Temporary, raw: bytes, block: Superblock, engine: Engine) -> None:
-    """Manifest and superblock of a member whose blocks are written; its length, its sync, and its name's."""
+def write_whole(
+    temporary: Temporary, raw: bytes, block: Superblock, engine: Engine, *, in_order: bool = False
+) -> None:
+    """Manifest, length and superblock of a member whose blocks are written; its sync, and that of its name.
+
+    ``in_order``: everything else is durable before the superblock is written. A repair needs that: its generation is
+    committed already, so a power cut that kept the superblock alone would make a member of what is none.
+    """
     memory = np.frombuffer(raw, np.uint8)
-    head = np.frombuffer(encode(block), np.uint8)
     starts = np.arange(0, len(raw), _BLOCK_BYTES, dtype=np.uint64)
-    jobs = np.zeros(len(starts) + 1, _engine.JOB_DTYPE)
-    table = np.zeros(len(starts) + 1, _engine.EXTENT_DTYPE)
-    table["addr"][:-1] = np.uint64(memory.ctypes.data) + starts
-    table["length"][:-1] = np.minimum(np.uint64(len(raw)) - starts, np.uint64(_BLOCK_BYTES))
-    table["addr"][-1], table["length"][-1] = head.ctypes.data, len(head)
-    jobs["offset"][:-1] = np.uint64(block.manifest_offset) + starts
-    jobs["length"] = table["length"]
-    jobs["extent_first"] = np.arange(len(jobs))
-    jobs["extents_count"] = 1
-    try:
-        engine.run("write", [temporary.file()], jobs, table)
-    except _engine.RunError as e:
-        temporary.fail(-e.code if -4096 < e.code < 0 else errno.EIO, "write", e.offset)
+    lengths = np.minimum(np.uint64(len(raw)) - starts, np.uint64(_BLOCK_BYTES))
+    offsets = np.uint64(block.manifest_offset) + starts
+    _write(temporary, offsets, np.uint64(memory.ctypes.data) + starts, lengths, engine)
     with temporary.step("truncate"):
         engine.io.truncate(temporary.fd, block.manifest_offset + len(raw))
+    if in_order:
+        with temporary.step("sync"):
+            engine.io.sync(temporary.fd)
+    head = np.frombuffer(encode(block), np.uint8)
+    at = np.array([head.ctypes.data], np.uint64)
+    _write(temporary, np.zeros(1, np.uint64), at, np.array([len(head)], np.uint64), engine)
     with temporary.step("sync"):
         engine.io.sync(temporary.fd)
     with temporary.step("sync of the directory"):
         engine.io.sync_directory(temporary.dirfd)
+
+
+def _write(
+    temporary: Temporary,
+    offsets: NDArray[np.uint64],
+    addresses: NDArray[np.uint64],
+    lengths: NDArray[np.uint64],
+    engine: Engine,
+) -> None:
+    jobs = np.zeros(len(offsets), _engine.JOB_DTYPE)
+    table = np.zeros(len(offsets), _engine.EXTENT_DTYPE)
+    table["addr"], table["length"] = addresses, lengths
+    jobs["offset"], jobs["length"] = offsets, lengths
+    jobs["extent_first"], jobs["extents_count"] = np.arange(len(jobs)), 1
+    try:
+        engine.run("write", [temporary.file()], jobs, table)
+    except _engine.RunError as e:
+        temporary.fail(-e.code if -4096 < e.code < 0 else errno.EIO, "write", e.offset)
 
 
 def make_parents(drive: Drive, name: bytes, engine: Engine) -> None:
