@@ -10,7 +10,7 @@
 
 bool st_run_stopped(struct st_run *run)
 {
-	return atomic_load_explicit(&run->stop, memory_order_relaxed);
+	return atomic_load(&run->stop);
 }
 
 /* Several workers may fail at once: the lowest job is reported, so that one

@@ -252,9 +252,9 @@ static void go_away(struct worker *self)
 
 static void come_back(struct worker *self)
 {
+	/* st_run_abandon sets stop, then looks at away: in the one order that all such
+	 * operations have, one of the two sees the other. */
 	atomic_store(self->away, false);
-	/* st_run_abandon sets stop, then looks at away: one of the two sees the other. */
-	atomic_thread_fence(memory_order_seq_cst);
 }
 
 /* ---- what a file sees ------------------------------------------------- */
