@@ -5,7 +5,8 @@ the day when nothing can be built. This file may be copied and run by itself:
 
     python rescue.py FILE... -o out.safetensors
 
-Memory is bounded by the header and one chunk, whatever the checkpoint's size.
+Of a checkpoint on several drives the FILEs are its members, as many as are
+left. Memory is bounded by the header and one chunk, whatever the checkpoint's size.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import os
 import re
 import secrets
+import struct
 import sys
 import zlib
 from bisect import bisect_left, bisect_right
@@ -47,6 +49,32 @@ DTYPE_BYTES = {
     **dict.fromkeys(("U32", "I32", "F32"), 4),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
+MEMBER_VERSION = 1
+SUPERBLOCK_BYTES = 4096
+MEMBERS_MAX = 255
+NAME_BYTES_MAX = 1024
+MANIFEST_BYTES_MAX = 4_294_967_296
+DTYPES = (
+    "BOOL",
+    "U8",
+    "I8",
+    "U16",
+    "I16",
+    "U32",
+    "I32",
+    "U64",
+    "I64",
+    "F16",
+    "BF16",
+    "F32",
+    "F64",
+    "C64",
+    "F8_E4M3",
+    "F8_E4M3FNUZ",
+    "F8_E5M2",
+    "F8_E5M2FNUZ",
+    "F8_E8M0",
+)
 GRAPH = "__striate__.graph"
 CHECKSUM_KEY = b'"striate.checksum":"'
 
@@ -467,6 +495,373 @@ class _Source:
             at += len(part)
 
 
+# ---- members: a checkpoint on several drives ------------------------------------
+
+_MAGIC = b"STRIATE\0"
+_MANIFEST_MAGIC = b"STRMANI\0"
+_SUPERBLOCK = struct.Struct("<8sII16sQ16s16sIIIIQQQ16s32sH1024s")
+_HEAD = struct.Struct("<8s16s9Q6IQ")
+_BLOCK = struct.Struct("<QQIIQ16s")
+_CHECK_INDEX = 1 << 63
+_MANIFEST_INDEX = (1 << 64) - 1
+
+
+def _seed(uuid: bytes, index: int) -> int:
+    return int(xxhash.xxh3_64_intdigest(uuid + index.to_bytes(8, "little")))
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A file whose superblock is whole."""
+
+    path: str
+    file: BinaryIO
+    uuid: bytes
+    sequence: int
+    number: int
+    members: int
+    k: int
+    m: int
+    chunk_bytes: int
+    manifest_offset: int
+    manifest_bytes: int
+    manifest_digest: bytes
+
+
+def _begins_as_member(file: BinaryIO) -> bool:
+    try:
+        return _read_at(file, 0, len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
+
+
+def _superblock(path: str, file: BinaryIO) -> _Member:
+    block = _read_at(file, 0, SUPERBLOCK_BYTES)
+    if block[:8] != _MAGIC:
+        _refuse("it is no member")
+    if len(block) < SUPERBLOCK_BYTES or xxhash.xxh3_128_digest(block[:4080]) != block[4080:]:
+        _refuse("its superblock is damaged")
+    fields = _SUPERBLOCK.unpack_from(block)
+    (
+        _,
+        version,
+        flags,
+        uuid,
+        sequence,
+        _,
+        _,
+        number,
+        members,
+        k,
+        m,
+        chunk_bytes,
+        offset,
+        length,
+        digest,
+        _,
+        n,
+        _,
+    ) = fields
+    if version > MEMBER_VERSION or flags:
+        raise _Newer(
+            f"{path} has version {version} of the member form, and this program knows {MEMBER_VERSION}"
+        )
+    if version < 1 or not 1 <= members <= MEMBERS_MAX or number >= members or k < 1 or k + m > members:
+        _refuse("its superblock has numbers that are not possible")
+    if chunk_bytes not in {1 << n for n in range(12, 27)} or offset % ALIGN or offset < SUPERBLOCK_BYTES:
+        _refuse("its superblock has sizes that are not possible")
+    if not 0 < length <= MANIFEST_BYTES_MAX or not 1 <= n <= NAME_BYTES_MAX:
+        _refuse("its superblock has lengths that are not possible")
+    return _Member(path, file, uuid, sequence, number, members, k, m, chunk_bytes, offset, length, digest)
+
+
+class _Tables:
+    """Takes fixed-width rows off a manifest, never more than there is."""
+
+    def __init__(self, raw: bytes) -> None:
+        self.raw, self.at = raw, 0
+
+    def bytes(self, length: int) -> bytes:
+        if length > len(self.raw) - self.at:
+            _refuse("a table of the manifest is longer than the manifest")
+        self.at += length
+        return self.raw[self.at - length : self.at]
+
+    def rows(self, layout: str, count: int) -> list[tuple[Any, ...]]:
+        return list(struct.iter_unpack(layout, self.bytes(struct.calcsize(layout) * count)))
+
+    def text(self, length: int) -> str:
+        try:
+            return self.bytes(length).decode("utf-8")
+        except UnicodeDecodeError:
+            _refuse("a name in the manifest is not UTF-8")
+
+
+class _MemberSource(_Source):
+    """Members of one generation. A block that is missing or wrong is computed from the rest of its group."""
+
+    def __init__(
+        self, header: _Header, like: _Member, blocks: list[tuple[Any, ...]], members: dict[int, _Member]
+    ) -> None:
+        super().__init__(header, [member.file for member in members.values()])
+        self.k, self.m = like.k, like.m
+        self.blocks = blocks
+        self.members = members
+        self._group: tuple[int, dict[int, bytes]] = (-1, {})
+
+    def chunk(self, chunk: int) -> bytes | str:
+        group, number = divmod(chunk, self.k)
+        if self._group[0] != group:
+            self._group = (group, {})
+        known = self._group[1]
+        if number in known:
+            return known[number]
+        block = self._block(group, number)
+        if isinstance(block, bytes):
+            known[number] = block
+            return block
+        recovered = self._recover(group, number)
+        if recovered is None:
+            return block
+        known[number] = recovered
+        return recovered
+
+    def _size(self, group: int) -> int:
+        return min(self.k, self.header.chunks_count - group * self.k)
+
+    def _row(self, group: int, number: int) -> int:
+        """Row of a block: numbers 0 to k - 1 are data, from k on check blocks."""
+        if number < self.k:
+            return group * self.k + number
+        return self.header.chunks_count + group * self.m + number - self.k
+
+    def _block(self, group: int, number: int) -> bytes | str:
+        row = self._row(group, number)
+        offset, length, member, _, _, wanted = self.blocks[row]
+        if member not in self.members:
+            return f"member {member} is missing"
+        try:
+            block = _read_at(self.members[member].file, offset, length)
+        except OSError as e:
+            return f"{self.members[member].path}: read error: {e.strerror}"
+        index = _CHECK_INDEX + group * self.m + number - self.k
+        if number < self.k or self.k == 1:
+            index = group * self.k + (number if number < self.k else 0)
+        if (
+            len(block) == length
+            and xxhash.xxh3_128_digest(block, seed=_seed(self.header.uuid, index)) == wanted
+        ):
+            return block
+        return f"{self.members[member].path}, offset {offset}: the block is damaged"
+
+    def _recover(self, group: int, wanted: int) -> bytes | None:
+        size = self._size(group)
+        numbers = [n for n in (*range(size), *range(self.k, self.k + self.m)) if n != wanted]
+        found: dict[int, bytes] = {}
+        for number in numbers:
+            block = self._block(group, number)
+            if isinstance(block, bytes):
+                found[number] = block
+            if len(found) == size:
+                break
+        if len(found) < size:
+            return None
+        length = self.blocks[self._row(group, wanted)][1]
+        longest = max(map(len, found.values()))
+        factors = _solve(self.k, self.m, size, list(found), wanted)
+        total = 0
+        for factor, block in zip(factors, found.values(), strict=True):
+            scaled = block.ljust(longest, b"\0").translate(_TIMES[factor])
+            total ^= int.from_bytes(scaled, "little")
+        recovered = total.to_bytes(longest, "little")[:length]
+        chunk = group * self.k + wanted
+        fits = xxhash.xxh3_128_digest(recovered, seed=_seed(self.header.uuid, chunk)) == self.blocks[chunk][5]
+        return recovered if fits else None
+
+
+def _times(a: int, b: int) -> int:
+    product = 0
+    while b:
+        product ^= a if b & 1 else 0
+        a, b = a << 1 ^ (0x11D if a & 0x80 else 0), b >> 1
+    return product
+
+
+_TIMES = [bytes(_times(a, b) for b in range(256)) for a in range(256)]
+_INVERSE = [0, *(_TIMES[a].index(1) for a in range(1, 256))]
+
+
+def _factor(k: int, m: int, j: int, i: int) -> int:
+    """A[j][i] of docs/format.md."""
+
+    def b(row: int, column: int) -> int:
+        return _INVERSE[row ^ (m + column)]
+
+    return _times(_times(b(j, i), b(0, 0)), _INVERSE[_times(b(0, i), b(j, 0))])
+
+
+def _solve(k: int, m: int, size: int, present: list[int], wanted: int) -> list[int]:
+    """Factors of the present blocks that add up to a wanted data block."""
+    rows = []
+    for at, number in enumerate(present):
+        equation = [int(number == i) if number < k else _factor(k, m, number - k, i) for i in range(size)]
+        rows.append(equation + [int(at == other) for other in range(size)])
+    for column in range(size):
+        pivot = next(r for r in range(column, size) if rows[r][column])
+        rows[column], rows[pivot] = rows[pivot], rows[column]
+        scale = _INVERSE[rows[column][column]]
+        rows[column] = [_times(scale, value) for value in rows[column]]
+        for other in range(size):
+            factor = rows[other][column]
+            if other != column and factor:
+                rows[other] = [v ^ _times(factor, w) for v, w in zip(rows[other], rows[column], strict=True)]
+    return rows[wanted][size:]
+
+
+def _members(paths: Sequence[str], files: Sequence[BinaryIO]) -> tuple[_MemberSource, list[str]]:
+    """The newest generation among the files, and what is to be said of the others."""
+    remarks: list[str] = []
+    found: list[_Member] = []
+    for path, file in zip(paths, files, strict=True):
+        try:
+            found.append(_superblock(path, file))
+        except _Newer:
+            raise
+        except (RescueError, OSError) as e:
+            remarks.append(f"{path} is left out: {e}")
+    if not found:
+        raise RescueError("no member has a whole superblock: " + "; ".join(remarks))
+    newest = max(found, key=lambda member: member.sequence)
+    members: dict[int, _Member] = {}
+    held = None
+    for member in found:
+        if member.uuid != newest.uuid:
+            remarks.append(f"{member.path} is left out: it belongs to an older generation")
+            continue
+        raw = _read_at(member.file, member.manifest_offset, member.manifest_bytes)
+        if xxhash.xxh3_128_digest(raw, seed=_seed(member.uuid, _MANIFEST_INDEX)) != member.manifest_digest:
+            remarks.append(f"{member.path}: its manifest is damaged, and is taken from another member")
+        elif held is None:
+            held = _member_manifest(raw, member)
+        members.setdefault(member.number, member)
+    if held is None:
+        raise RescueError("no member of the newest generation has a whole manifest")
+    header, blocks = held
+    absent = [number for number in range(newest.members) if number not in members]
+    if absent:
+        remarks.append(f"member(s) {', '.join(map(str, absent))} of {newest.members} are not among the files")
+    return _MemberSource(header, newest, blocks, members), remarks
+
+
+def _member_manifest(raw: bytes, member: _Member) -> tuple[_Header, list[tuple[Any, ...]]]:
+    tables = _Tables(raw)
+    head = _HEAD.unpack(tables.bytes(_HEAD.size))
+    magic, uuid, data_bytes, graph_bytes, graph_length, strings_length, dimensions_count = head[:7]
+    storages_count, tensors_count, chunks, groups = head[7:11]
+    locations_count, ties_count, members, k, m, _, chunk_bytes = head[11:]
+    same = (member.uuid, member.members, member.k, member.m, member.chunk_bytes)
+    if magic != _MANIFEST_MAGIC or (uuid, members, k, m, chunk_bytes) != same:
+        _refuse("the manifest disagrees with the superblock")
+    if chunks != -(-data_bytes // chunk_bytes) or groups != -(-chunks // k) or graph_bytes > GRAPH_BYTES_MAX:
+        _refuse("the manifest has numbers that do not fit each other")
+    drives = tables.rows("<16sI", members)
+    locations = tables.rows("<QI", locations_count)
+    storages = tables.rows("<QQIIBB6x", storages_count)
+    tensors = tables.rows("<QIB3x", tensors_count)
+    ties = tables.rows("<II", ties_count)
+    tables.rows("<I", groups)
+    blocks = tables.rows(_BLOCK.format, chunks + groups * m)
+    dimensions = [row[0] for row in tables.rows("<Q", dimensions_count)]
+    strings = _Tables(tables.bytes(strings_length))
+    graph = tables.bytes(graph_length)
+    if any(row[2] >= members or row[3] or row[4] for row in blocks):
+        _refuse("a block is stored in a way that is not known")
+    if any(row[1] != min(chunk_bytes, data_bytes - n * chunk_bytes) for n, row in enumerate(blocks[:chunks])):
+        _refuse("a block is not as long as its chunk")
+    for _, length in drives:
+        strings.bytes(length)
+    header = _Header(b"", {}, [], data_bytes, uuid, member.sequence, chunk_bytes)
+    for count, length in locations:
+        name = strings.text(length)
+        if count > storages_count - len(header.locations):
+            _refuse("the locations do not cover the storages")
+        header.locations += [name] * count
+    at = 0
+    for offset, length, name_length, ndim, dtype, _ in storages:
+        if dtype >= len(DTYPES) or at + ndim > len(dimensions):
+            _refuse("a storage has no dtype or shape")
+        shape = tuple(dimensions[at : at + ndim])
+        at += ndim
+        name = strings.text(name_length)
+        if _plain_bytes(DTYPES[dtype], shape, name) != length or offset + length > data_bytes:
+            _refuse(f"{name!r} is not as long as its shape")
+        header.entries.append(_Entry(name, DTYPES[dtype], shape, offset, offset + length))
+    for index, ndim, dtype in tensors:
+        if index >= storages_count or dtype >= len(DTYPES):
+            _refuse("a tensor belongs to no storage")
+        header.plains[index] = (DTYPES[dtype], tuple(dimensions[at : at + ndim]))
+        at += ndim
+    for name_length, kept_length in ties:
+        other = strings.text(name_length)
+        header.ties[other] = strings.text(kept_length)
+    header.digests = b"".join(row[5] for row in blocks[:chunks])
+    header.graph_bytes = graph_bytes or None
+    header.metadata = _plain_metadata(header, graph)
+    header.raw = _plain_header(header)
+    return header, blocks
+
+
+def _plain_metadata(header: _Header, graph: bytes) -> dict[str, str]:
+    """The metadata of the plain file that has the same image."""
+    runs: list[list[Any]] = []
+    for location in header.locations:
+        if runs and runs[-1][0] == location:
+            runs[-1][1] += 1
+        else:
+            runs.append([location, 1])
+    tensors = {str(n): [dtype, list(shape)] for n, (dtype, shape) in header.plains.items()}
+    metadata = {
+        "format": "pt",
+        "striate.version": str(VERSION),
+        "striate.uuid": header.uuid.hex(),
+        "striate.sequence": f"{header.sequence:020d}",
+        "striate.chunk_bytes": str(header.chunk_bytes),
+        "striate.storages": json.dumps(
+            {"locations": runs, "tensors": tensors}, separators=(",", ":"), ensure_ascii=False
+        ),
+    }
+    if header.graph_bytes is not None:
+        metadata["striate.graph"] = base64.b64encode(graph).decode("ascii")
+        metadata["striate.graph_bytes"] = str(header.graph_bytes)
+    metadata["striate.checksum"] = "0" * 2 * DIGEST_BYTES
+    metadata["striate.chunks"] = base64.b64encode(header.digests).decode("ascii")
+    own = {
+        other: kept
+        for other, kept in header.ties.items()
+        if other != "format" and not other.startswith("striate.")
+    }
+    return metadata | own
+
+
+def _plain_header(header: _Header) -> bytes:
+    members: dict[str, Any] = {"__metadata__": header.metadata}
+    for entry in header.entries:
+        offsets = [entry.begin, entry.end]
+        members[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}
+    text = json.dumps(members, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    length = -(-(8 + len(text)) // ALIGN) * ALIGN - 8
+    if length > HEADER_BYTES_MAX:
+        _refuse("there are too many tensors for one safetensors file")
+    raw = length.to_bytes(8, "little") + text.ljust(length)
+    at = raw.index(CHECKSUM_KEY) + len(CHECKSUM_KEY)
+    digits = xxhash.xxh3_128_hexdigest(raw).encode("ascii")
+    header.metadata["striate.checksum"] = digits.decode("ascii")
+    return raw[:at] + digits + raw[at + len(digits) :]
+
+
+# ---- whole checkpoints ------------------------------------------------------------
+
+
 def _graph(source: _Source) -> bytes | None:
     header = source.header
     if header.graph_bytes is None:
@@ -492,8 +887,11 @@ def read(path: str | os.PathLike[str], *copies: str | os.PathLike[str]) -> Rescu
     """
     paths = [os.fspath(p) for p in (path, *copies)]
     with _Files(paths) as files:
-        header, _ = _first_header(paths, files, despite_damage=False)
-        source = _Source(header, files)
+        if any(map(_begins_as_member, files)):
+            source: _Source = _members(paths, files)[0]
+        else:
+            source = _Source(_first_header(paths, files, despite_damage=False)[0], files)
+        header = source.header
         damage = list(source.damage())
         if damage:
             raise Damaged(f"{paths[0]}: {len(damage)} of {header.chunks_count} chunks are damaged", damage)
@@ -676,7 +1074,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Checks a checkpoint of striate and writes it anew, with nothing of striate but this program.",
         epilog=(
-            "Several FILEs are copies of one checkpoint: what is damaged in one is taken from another.\n"
+            "Several FILEs are copies of one checkpoint, and what is damaged in one is taken from another; or they\n"
+            "are the members of a checkpoint on several drives: give all that are left.\n"
             "Without -o the checkpoint is only checked.\n\n"
             "exit codes:\n"
             "  0  whole; OUT, if asked for, is the checkpoint, byte for byte\n"
@@ -715,8 +1114,14 @@ def _rescue(paths: Sequence[str], output: str | None, *, partial: bool, force: b
     with _Files(paths) as files:
         if output is not None:
             _check_output(paths, output, force=force)
+        several = any(map(_begins_as_member, files))
+        source: _Source
         try:
-            header, remarks = _first_header(paths, files, despite_damage=partial)
+            if several:
+                source, remarks = _members(paths, files)
+                header = source.header
+            else:
+                header, remarks = _first_header(paths, files, despite_damage=partial)
         except (_NotOurs, _Newer) as e:
             _say(f"error: {e}")
             return EXIT_FAILED
@@ -729,10 +1134,11 @@ def _rescue(paths: Sequence[str], output: str | None, *, partial: bool, force: b
             _say(
                 "warning: the header is damaged: names, dtypes and shapes may be wrong. Each chunk is checked."
             )
-        source = _Source(header, files)
+        if not several:
+            source = _Source(header, files)
         whole = len(header.raw) + header.data_bytes
         for path, file in zip(paths, files, strict=True):
-            if os.fstat(file.fileno()).st_size > whole:
+            if not several and os.fstat(file.fileno()).st_size > whole:
                 _say(f"warning: {path} has bytes after the end of the checkpoint; they are left out")
 
         if output is None or header.damaged:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from format.make_golden import FILES, GOLDEN, build, hexdump
 
-from striate import manifest, rescue
+from striate import extents, manifest, rescue, superblock
 from striate.graph import DTYPES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +34,50 @@ def test_the_numbers_are_those_of_the_code() -> None:
         # The rescue reader writes nothing that these two would bound, and picks no chunk size.
         if constant not in ("HEADER_BYTES_WRITE_MAX", "CHUNK_BYTES_DEFAULT", "GRAPH_TEXT_MAX"):
             assert getattr(rescue, constant) == int(value), constant
+
+
+def test_the_numbers_of_member_files_are_those_of_the_code() -> None:
+    rows = table_under("Numbers of member files")
+    assert len(rows) == 6
+    for name, value, _ in rows:
+        constant = name.strip("`")
+        assert getattr(superblock, constant) == int(value), constant
+        if constant != "DRIVES_MAX":  # the rescue reader knows no volumes
+            assert getattr(rescue, constant) == int(value), constant
+
+
+@pytest.mark.parametrize(
+    ("heading", "size"),
+    [
+        ("Superblock", superblock.SUPERBLOCK_BYTES),
+        ("Manifest of a member", extents.HEAD.itemsize),
+    ],
+)
+def test_the_fields_of_a_member_follow_each_other_without_a_gap(heading: str, size: int) -> None:
+    section = re.split(rf"^#+ {heading}$", DOCUMENT, flags=re.MULTILINE)[1]
+    table = next(
+        t for t in re.findall(r"(?:^\|.*\n)+", section, flags=re.MULTILINE) if t.startswith("| offset")
+    )
+    at = 0
+    for row in table.splitlines()[2:]:
+        offset, length = (int(cell) for cell in row.strip("|").split(" | ")[:2])
+        assert offset == at, row
+        at += length
+    assert at == size
+
+
+def test_the_rows_of_a_members_manifest_have_the_sizes_documented() -> None:
+    section = re.split(r"^#+ Manifest of a member$", DOCUMENT, flags=re.MULTILINE)[1]
+    sizes = dict(re.findall(r"^\| (\w+) \| \S.* x (\d+) \|", section, flags=re.MULTILINE))
+    for part, dtype in {
+        "drives": extents.DRIVE,
+        "locations": extents.LOCATION,
+        "storages": extents.STORAGE,
+        "tensors": extents.TENSOR,
+        "ties": extents.TIE,
+        "blocks": extents.BLOCK,
+    }.items():
+        assert int(sizes[part]) == dtype.itemsize, part
 
 
 def test_the_dtypes_are_those_of_the_code() -> None:
