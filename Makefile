@@ -98,7 +98,7 @@ test-suite: $(STAMP)/striate
 test-user: $(STAMP)/striate
 	$(call say,as an ordinary user)
 	@scripts/as-user.sh $(VENV)/bin/python -m pytest $(PYTEST_OPTIONS) -p no:cacheprovider \
-	    tests/unit/test_liburing.py tests/engine tests/crash tests/frontends
+	    tests/unit/test_liburing.py tests/engine tests/crash tests/drives tests/frontends
 
 test-refused: $(STAMP)/striate
 	$(call say,with io_uring refused)

@@ -59,7 +59,7 @@ def _is_about_io_uring(item: pytest.Item) -> bool:
     if item.get_closest_marker("needs_io_uring"):
         return True
     parameters = getattr(getattr(item, "callspec", None), "params", {})
-    return any(value == "uring" for value in parameters.values())
+    return any(isinstance(value, str) and value == "uring" for value in parameters.values())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,9 +44,19 @@ class ThrottledDrive:
 def throttled_drive(
     size_bytes: int, rate_bytes_s: int, *, on_disk: Path | None = None
 ) -> Iterator[ThrottledDrive]:
-    """An ext4 drive that holds `size_bytes`, backed by RAM or by a file in `on_disk`, capped for reads and for writes.
+    """One of `throttled_drives`."""
+    with throttled_drives(1, size_bytes, rate_bytes_s, on_disk=on_disk) as drives:
+        yield drives[0]
 
-    The calling process moves into a mount namespace of its own: the mounts, the loop device and the RAM go when the
+
+@contextlib.contextmanager
+def throttled_drives(
+    count: int, size_bytes: int, rate_bytes_s: int, *, on_disk: Path | None = None
+) -> Iterator[list[ThrottledDrive]]:
+    """ext4 drives that hold `size_bytes` each, backed by RAM or by files in `on_disk`, each capped for reads and for
+    writes; all in one cgroup, so that entering that of one is entering that of all.
+
+    The calling process moves into a mount namespace of its own: the mounts, the loop devices and the RAM go when the
     last process in it ends, even by SIGKILL; only an empty cgroup can stay, and the next run removes that.
     Raises CannotThrottle.
     """
@@ -60,34 +70,32 @@ def throttled_drive(
         base = Path(tempfile.mkdtemp(prefix=PREFIX))
         stack.callback(_remove_empty, base)
         image_bytes = size_bytes + OVERHEAD_BYTES
-        if on_disk is None:
-            store = base / "ram"
-            store.mkdir()
-            _call(
-                "mount", "-t", "tmpfs", "-o", f"size={image_bytes + (16 << 20)}", "striate-bench", str(store)
-            )
-            stack.callback(_call, "umount", str(store))
-        else:
-            store = on_disk
-        device = _attach(store, image_bytes, direct=on_disk is not None, stack=stack)
-        point = base / "drive"
-        point.mkdir()
-        # discard off: a trim between two runs would hand the RAM back and make the next write pay for it again.
-        _call(
-            "mkfs.ext4",
-            "-q",
-            "-F",
-            "-m",
-            "0",
-            "-E",
-            "lazy_itable_init=0,lazy_journal_init=0,nodiscard",
-            device,
-        )
-        _call("mount", device, str(point))
-        stack.callback(_call, "umount", str(point))
-        cgroup, charges_writeback = _capped_cgroup(device, rate_bytes_s, stack)
+        store = on_disk or _ram(base, count * image_bytes + (16 << 20), stack)
+        made = [_drive(base / f"drive{n}", store, image_bytes, on_disk, stack) for n in range(count)]
+        cgroup, charges_writeback = _capped_cgroup([device for _, device in made], rate_bytes_s, stack)
         backing = "RAM" if on_disk is None else "a file"
-        yield ThrottledDrive(point, cgroup, rate_bytes_s, charges_writeback, backing)
+        yield [ThrottledDrive(point, cgroup, rate_bytes_s, charges_writeback, backing) for point, _ in made]
+
+
+def _ram(base: Path, size_bytes: int, stack: contextlib.ExitStack) -> Path:
+    store = base / "ram"
+    store.mkdir()
+    _call("mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "striate-bench", str(store))
+    stack.callback(_call, "umount", str(store))
+    return store
+
+
+def _drive(
+    point: Path, store: Path, image_bytes: int, on_disk: Path | None, stack: contextlib.ExitStack
+) -> tuple[Path, str]:
+    device = _attach(store, image_bytes, direct=on_disk is not None, stack=stack)
+    point.mkdir()
+    # discard off: a trim between two runs would hand the RAM back and make the next write pay for it again.
+    options = "lazy_itable_init=0,lazy_journal_init=0,nodiscard"
+    _call("mkfs.ext4", "-q", "-F", "-m", "0", "-E", options, device)
+    _call("mount", device, str(point))
+    stack.callback(_call, "umount", str(point))
+    return point, device
 
 
 def _call(*command: str) -> str:
@@ -135,8 +143,10 @@ def _detach(device: str) -> None:
     subprocess.run(["losetup", "--detach", device], capture_output=True, check=False)
 
 
-def _capped_cgroup(device: str, rate_bytes_s: int, stack: contextlib.ExitStack) -> tuple[Path, bool]:
-    major_minor = Path(f"/sys/class/block/{Path(device).name}/dev").read_text().strip()
+def _capped_cgroup(
+    devices: Sequence[str], rate_bytes_s: int, stack: contextlib.ExitStack
+) -> tuple[Path, bool]:
+    numbers = [Path(f"/sys/class/block/{Path(device).name}/dev").read_text().strip() for device in devices]
     kind, root = _block_cgroup()
     for leftover in root.glob(PREFIX + "*"):
         if not Path("/proc", leftover.name.removeprefix(PREFIX)).exists():
@@ -146,10 +156,12 @@ def _capped_cgroup(device: str, rate_bytes_s: int, stack: contextlib.ExitStack) 
     cgroup.mkdir()
     stack.callback(cgroup.rmdir)
     if kind == "v1":
-        for direction in ("read", "write"):
-            (cgroup / f"blkio.throttle.{direction}_bps_device").write_text(f"{major_minor} {rate_bytes_s}")
+        for number in numbers:
+            for direction in ("read", "write"):
+                (cgroup / f"blkio.throttle.{direction}_bps_device").write_text(f"{number} {rate_bytes_s}")
         return cgroup, False
-    (cgroup / "io.max").write_text(f"{major_minor} rbps={rate_bytes_s} wbps={rate_bytes_s}")
+    for number in numbers:
+        (cgroup / "io.max").write_text(f"{number} rbps={rate_bytes_s} wbps={rate_bytes_s}")
     return cgroup, "memory" in (cgroup / "cgroup.controllers").read_text().split()
 
 
