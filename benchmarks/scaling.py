@@ -2,7 +2,8 @@
 
 The drives are ext4 on RAM-backed loop devices, each capped in bytes/s by the block cgroup, so that the drives and not
 this machine are the limit. All saves are durable; loads and fio use O_DIRECT, so nothing comes from the page cache.
-Rounds alternate over all contenders. Needs root.
+Rounds alternate over all contenders. CPU seconds are taken on the same drives without their caps, where the machine is
+the limit: user and system time of the process, beside a plain save to one of the drives. Needs root.
 
     python benchmarks/scaling.py [--rounds 5] [--rate-mb 100] [--seconds 2] [--json FILE] [--plot FILE]
 """
@@ -123,22 +124,57 @@ def run_case(case: Case, drives: Sequence[Path], drive_bytes: int, samples: dict
     volume.delete("step")
 
 
-def measured(rounds: int, rate_bytes_s: int, seconds: float) -> dict[str, list[float]]:
-    """All samples, taken by a child under the caps."""
+def cpu_rounds(drives: Sequence[Path], rounds: int, drive_bytes: int) -> dict[str, list[float]]:
+    """CPU seconds for each GiB of payload, by "name operation"; "plain" is a save to one file on one drive."""
+    warnings.simplefilter("ignore")
+    samples: dict[str, list[float]] = {}
+    state = payload(CASES[0], drive_bytes)
+    into = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+    gib = sum(tensor.nbytes for tensor in state.values()) / 2**30
+    for _ in range(rounds):
+        plain = drives[0] / "plain.safetensors"
+        samples.setdefault("plain save", []).append(cpu_of(lambda: striate.save(state, plain)) / gib)  # noqa: B023
+        samples.setdefault("plain load", []).append(cpu_of(lambda: striate.load_into(into, plain)) / gib)  # noqa: B023
+        plain.unlink()
+        for case in CASES:
+            places = [drive / case.name.replace(" ", "-") for drive in drives[: case.drives]]
+            for place in places:
+                place.mkdir(exist_ok=True)
+            volume = striate.Volume(places, case.layout, **dict(case.options))  # type: ignore[arg-type]
+            save = cpu_of(lambda: volume.save(state, "step"))  # noqa: B023
+            load = cpu_of(lambda: volume.load_into(into, "step"))  # noqa: B023
+            samples.setdefault(f"{case.name} save", []).append(save / gib)
+            samples.setdefault(f"{case.name} load", []).append(load / gib)
+            volume.delete("step")
+    return samples
+
+
+def cpu_of(do: Callable[[], Any]) -> float:
+    begun = time.process_time()
+    do()
+    return time.process_time() - begun
+
+
+def measured(
+    rounds: int, rate_bytes_s: int, seconds: float
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """All samples, bandwidth and CPU, taken by a child: first without the caps, then under them."""
     drive_bytes = int(rate_bytes_s * seconds) // (4 * MIB) * 4 * MIB
     # Check blocks and copies lie on further drives; a member never passes the bytes of its drive by much.
     with throttled_drives(DRIVES_MAX, 2 * drive_bytes, rate_bytes_s) as drives:
         receiving, sending = multiprocessing.Pipe(duplex=False)
 
         def child() -> None:
+            paths = [drive.path for drive in drives]
+            cpu = cpu_rounds(paths, rounds, drive_bytes)
             drives[0].enter()
-            sending.send(run_rounds([drive.path for drive in drives], rounds, drive_bytes))
+            sending.send((run_rounds(paths, rounds, drive_bytes), cpu))
 
         process = multiprocessing.get_context("fork").Process(target=child)
         process.start()
         sending.close()
         try:
-            found: dict[str, list[float]] = receiving.recv()
+            found: tuple[dict[str, list[float]], dict[str, list[float]]] = receiving.recv()
         except EOFError:
             sys.exit("the measuring process failed: see above")
         finally:
@@ -211,7 +247,7 @@ def main() -> None:
     options = parser.parse_args()
     rate_bytes_s = options.rate_mb * 1_000_000
     try:
-        samples = measured(options.rounds, rate_bytes_s, options.seconds)
+        samples, cpu = measured(options.rounds, rate_bytes_s, options.seconds)
     except CannotThrottle as e:
         sys.exit(f"cannot make throttled drives: {e}")
     found = rows(samples)
@@ -222,9 +258,15 @@ def main() -> None:
             f"{row['case']:<12} {row['operation']:<14} {row['mib_per_s']:>7.0f}  "
             f"{row['of_ideal']!s:<20} {row['of_fio']!s}"
         )
+    print("\nwithout the caps, CPU seconds a GiB of payload; medians")
+    for name in ("plain", *(case.name for case in CASES)):
+        save, load = (statistics.median(cpu[f"{name} {operation}"]) for operation in ("save", "load"))
+        print(f"{name:<12} save {save:.2f}  load {load:.2f}")
     if options.json:
         content = [{**row, "of_ideal": vars(row["of_ideal"]), "of_fio": vars(row["of_fio"])} for row in found]
-        options.json.write_text(json.dumps({"rows": content, "samples": samples}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps({"rows": content, "samples": samples, "cpu": cpu}, indent=1) + "\n"
+        )
     if options.plot:
         plot(found, rate_bytes_s, options.plot)
 

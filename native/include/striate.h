@@ -109,6 +109,7 @@ struct st_trace {
 	uint64_t length;
 	const char *name;
 	const char *to;
+	const char *where; /* path of fd, or of the directory; NULL when it has none */
 	const uint8_t *data;
 };
 

@@ -1,6 +1,7 @@
 /* engine_fault.c: another engine, with faults from a script and a trace of
  * everything that was asked. For tests; one mutex guards all of it. */
 #include <errno.h>
+#include <limits.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -45,20 +46,15 @@ struct verdict {
 	size_t trace;
 };
 
-/* Does the file or directory lie on the drive that a fault is meant for? */
-static bool lies_on(int fd, const char *drive)
+/* The path of a descriptor; "" if it has none. */
+static void path_of(int fd, char path[PATH_MAX])
 {
-	char link[64], path[4096];
+	char link[64];
 	ssize_t length;
 
-	if (!*drive)
-		return true;
 	snprintf(link, sizeof(link), "/proc/self/fd/%d", fd);
-	length = readlink(link, path, sizeof(path) - 1);
-	if (length < 0)
-		return false;
-	path[length] = 0;
-	return strncmp(path, drive, strlen(drive)) == 0;
+	length = readlink(link, path, PATH_MAX - 1);
+	path[length < 0 ? 0 : length] = 0;
 }
 
 static uint64_t hang_ns(const struct st_fault *fault)
@@ -78,8 +74,10 @@ static struct verdict judge(
 {
 	struct verdict verdict = {.trace = NO_TRACE};
 	struct st_trace entry = *asked;
+	char path[PATH_MAX];
 	uint8_t *data = NULL;
 
+	path_of(asked->fd, path);
 	pthread_mutex_lock(&self->lock);
 	for (size_t i = 0; i < self->faults_count; i++) {
 		const struct st_fault *fault = &self->faults[i];
@@ -87,7 +85,7 @@ static struct verdict judge(
 
 		if (fault->op != ST_OP_ANY && fault->op != asked->op)
 			continue;
-		if (!lies_on(asked->fd, fault->drive))
+		if (strncmp(path, fault->drive, strlen(fault->drive)) != 0)
 			continue;
 		nth = self->seen[i]++;
 		if (nth < fault->nth || (fault->count && nth - fault->nth >= fault->count))
@@ -125,6 +123,7 @@ static struct verdict judge(
 	}
 	entry.name = copy_name(asked->name);
 	entry.to = copy_name(asked->to);
+	entry.where = copy_name(*path ? path : NULL);
 	entry.data = data;
 	entry.result = verdict.result;
 	if (self->traces_count == self->traces_max) {
@@ -397,6 +396,7 @@ static void fault_free(struct st_io *io)
 	for (size_t i = 0; i < self->traces_count; i++) {
 		free((void *)self->traces[i].name);
 		free((void *)self->traces[i].to);
+		free((void *)self->traces[i].where);
 		free((void *)self->traces[i].data);
 	}
 	free(self->traces);

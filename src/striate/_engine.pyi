@@ -49,6 +49,7 @@ class Trace:
     name: bytes | None
     to: bytes | None
     data: bytes | None
+    where: bytes | None  # path of fd, or of the directory
 
 @dataclass(frozen=True)
 class File:

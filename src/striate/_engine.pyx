@@ -95,6 +95,7 @@ cdef extern from "striate.h" nogil:
         uint64_t length
         const char *name
         const char *to
+        const char *where
         const uint8_t *data
     int st_io_fault(st_io **out, st_io *inner, const st_fault *faults, size_t faults_count, bint record_data)
     size_t st_trace_count(const st_io *io)
@@ -338,6 +339,7 @@ class Trace:
     name: bytes | None
     to: bytes | None
     data: bytes | None
+    where: bytes | None
 
 
 @dataclass(frozen=True)
@@ -748,6 +750,7 @@ cdef class Io:
                 name=None if entry.name == NULL else <bytes>entry.name,
                 to=None if entry.to == NULL else <bytes>entry.to,
                 data=None if entry.data == NULL else (<const char *>entry.data)[:entry.length],
+                where=None if entry.where == NULL else <bytes>entry.where,
             ))
         return traces
 

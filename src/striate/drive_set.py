@@ -12,6 +12,7 @@ import errno
 import os
 import random
 import secrets
+import signal
 import stat
 import threading
 import time
@@ -372,7 +373,7 @@ def each(items: Sequence[T], do: Callable[[T], R], timeout_s: float | None) -> l
         _attempt(outcomes[0], do)
     else:
         threads = [
-            threading.Thread(target=_attempt, args=(outcome, do), daemon=True, name="striate-drive")
+            threading.Thread(target=_attempt_aside, args=(outcome, do), daemon=True, name="striate-drive")
             for outcome in outcomes
         ]
         for thread in threads:
@@ -390,6 +391,12 @@ def each(items: Sequence[T], do: Callable[[T], R], timeout_s: float | None) -> l
         if outcome.error is not None and not isinstance(outcome.error, OSError):
             raise outcome.error
     return outcomes
+
+
+def _attempt_aside(outcome: Outcome[T, R], do: Callable[[T], R]) -> None:
+    # As the engine's workers: signals stay with the threads that expect them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    _attempt(outcome, do)
 
 
 def _attempt(outcome: Outcome[T, R], do: Callable[[T], R]) -> None:
@@ -518,34 +525,37 @@ def write_small(drive: Drive, name: bytes, content: bytes, engine: Engine) -> No
 def write_labels(found: DriveSet, engine: Engine) -> None:
     """Labels the drives that have none: all of a new volume, or those that were added to one that is complete.
 
-    The locks are held. Raises VolumeMismatch for more drives than a volume can have; a drive whose label cannot be
-    written becomes unusable.
+    One after the other, each label naming the drives that have one already: whenever power goes, the newest label names
+    no drive that was not reached. The labels of the others follow. The locks are held. Raises VolumeMismatch for
+    more drives than a volume can have; a drive whose label cannot be written becomes unusable.
     """
     unlabelled = [drive for drive in found.usable if drive.label is None]
-    if not unlabelled:
-        return
+    if len(found.expected) + len(unlabelled) > DRIVES_MAX:
+        raise VolumeMismatch(
+            f"a volume has at most {DRIVES_MAX} drives, and these are {len(found.expected) + len(unlabelled)}."
+        )
     if found.volume == b"":
         found.volume = secrets.token_bytes(16)
     for drive in unlabelled:
-        drive.uuid = secrets.token_bytes(16)
-    expected = found.expected + tuple(drive.uuid for drive in unlabelled)
-    if len(expected) > DRIVES_MAX:
-        raise VolumeMismatch(f"a volume has at most {DRIVES_MAX} drives, and these are {len(expected)}.")
-    found.expected, found.revision = expected, found.revision + 1
+        uuid = secrets.token_bytes(16)
+        label = Label(found.volume, uuid, found.revision + 1, (*found.expected, uuid))
+        if _write_label(drive, label, engine):
+            drive.uuid = uuid
+            found.expected, found.revision = label.drives, label.revision
     for drive in found.usable:
-        label = Label(found.volume, drive.uuid, found.revision, expected)
-        try:
-            write_small(drive, LABEL_NAME, encode_label(label), engine)
-            drive.label = label
-        except OSError as e:
-            drive.fail(
-                drive_error(
-                    e.errno or errno.EIO,
-                    "write of the label",
-                    path=f"{drive.path}/{display(LABEL_NAME)}",
-                    drive=drive.path,
-                )
-            )
+        if drive.label is not None and drive.label.revision < found.revision:
+            _write_label(drive, Label(found.volume, drive.uuid, found.revision, found.expected), engine)
+
+
+def _write_label(drive: Drive, label: Label, engine: Engine) -> bool:
+    try:
+        write_small(drive, LABEL_NAME, encode_label(label), engine)
+    except OSError as e:
+        path = f"{drive.path}/{display(LABEL_NAME)}"
+        drive.fail(drive_error(e.errno or errno.EIO, "write of the label", path=path, drive=drive.path))
+        return False
+    drive.label = label
+    return True
 
 
 def take_place(found: DriveSet, drive: Drive, engine: Engine) -> bytes:

@@ -225,8 +225,8 @@ def encode(
         raise FormatError(
             f"save refused: the header would take {length:,} bytes for {len(table):,} tensors, and a "
             f"safetensors header may have {HEADER_BYTES_WRITE_MAX:,}. Nothing was written. Save the object "
-            "in several files (the model in one, the optimizer in another), or keep the many small tensors "
-            "as views of a few large ones."
+            "in several files (the model in one, the optimizer in another), to a volume (striate.Volume, of "
+            "one drive if need be: its files have no such limit), or keep the small tensors as views of a few large ones."
         )
     header = bytearray(length.to_bytes(8, "little") + text.ljust(length))
     if digests is not None:

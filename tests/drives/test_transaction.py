@@ -340,6 +340,26 @@ def test_a_drive_that_is_added_is_adopted(folders: Callable[[int], list[Path]]) 
     require_version(volume(drives, "stripe", {}).load(NAME), NEW)
 
 
+def test_a_first_save_that_died_between_two_labels_needs_nobodys_help(
+    folders: Callable[[int], list[Path]],
+) -> None:
+    drives = folders(3)
+    io = Io("posix", trace=True)
+    save(OLD, drives, "stripe", {}, engine=io)
+    labelled = [
+        n for n, trace in enumerate(io.traces()) if trace.op == "rename" and trace.to == b".striate-label"
+    ]
+    assert len(labelled) == 5, "one for each, and again for those that came first"
+    for nth in labelled:
+        for drive in drives:
+            for file in drive.iterdir():
+                file.unlink()
+        with pytest.raises(striate.StriateError):
+            save(OLD, drives, "stripe", {}, engine=Io("posix", faults=[Fault("any", "cut", nth)]))
+        save(NEW, drives, "stripe", {})
+        require_version(volume(drives, "stripe", {}).load(NAME), NEW)
+
+
 def test_a_generation_can_be_asked_for(folders: Callable[[int], list[Path]], quiet: list[Any]) -> None:
     drives = folders(2)
     first = save(OLD, drives, "mirror", {})
