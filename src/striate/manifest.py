@@ -226,7 +226,7 @@ def encode(
             f"save refused: the header would take {length:,} bytes for {len(table):,} tensors, and a "
             f"safetensors header may have {HEADER_BYTES_WRITE_MAX:,}. Nothing was written. Save the object "
             "in several files (the model in one, the optimizer in another), to a volume (striate.Volume, of "
-            "one drive if need be: its files have no such limit), or keep the small tensors as views of a few large ones."
+            "one drive if need be: its files have no such limit), or keep small tensors as views of a few large ones."
         )
     header = bytearray(length.to_bytes(8, "little") + text.ljust(length))
     if digests is not None:
