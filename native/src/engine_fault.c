@@ -328,7 +328,7 @@ static int fault_submit(struct st_queue *queue, struct st_request *request)
 	request->late_ns = verdict.late_ns;
 	if (verdict.suppressed || request->limit == 0) {
 		request->result = verdict.suppressed ? verdict.result : 0;
-		st_list_push(&self->done, request);
+		st_list_push(request->late_ns ? &self->late : &self->done, request);
 		return 0;
 	}
 	st_request_trim(request, moved_for(request->limit));

@@ -1,5 +1,5 @@
 /* run.h: a run from the inside, shared by plan.c (what it will do), run.c
- * (its life) and worker.c (the threads). */
+ * (its life) and worker.c with flight.c and group.c (the threads). */
 #ifndef STRIATE_RUN_H
 #define STRIATE_RUN_H
 
@@ -38,13 +38,13 @@ struct st_open_file {
 	atomic_bool direct; /* becomes false, under run.lock, when O_DIRECT is refused */
 	atomic_bool dead;   /* a write failed, and the run goes on without the file */
 	atomic_uint in_flight;
+	_Atomic uint64_t next_ns; /* when its bandwidth allows the next transfer */
 	uint32_t mem_align, offset_align;
 
 	pthread_mutex_t lock; /* of all below */
 	struct st_file_stats stats;
 	uint64_t busy_since_ns; /* the first transfer of those in flight began */
 	uint64_t alive_ns;      /* the last sign of life */
-	uint64_t next_ns;       /* when its bandwidth allows the next transfer */
 };
 
 struct st_run {

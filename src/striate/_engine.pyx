@@ -587,6 +587,7 @@ cdef class Io:
         cdef st_file_stats *facts
         cdef const char *wrong
         cdef uint64_t job = 0
+        cdef bint abandoned = False
 
         if direction not in ("write", "read"):
             raise ValueError(f"direction must be 'write' or 'read', not {direction!r}")
@@ -597,7 +598,6 @@ cdef class Io:
         plan = <st_plan *>calloc(1, sizeof(st_plan))
         table = <st_file *>calloc(len(files) + 1, sizeof(st_file))
         facts = <st_file_stats *>calloc(len(files) + 1, sizeof(st_file_stats))
-        abandoned = False
         try:
             if plan == NULL or table == NULL or facts == NULL:
                 raise MemoryError()
@@ -636,11 +636,7 @@ cdef class Io:
                 wrong = st_plan_check(plan, &job)
             if wrong != NULL:
                 raise ValueError(f"{wrong.decode()} (job {job})")
-            try:
-                stats = self.drive(plan, progress, hang_timeout_s)
-            except RunError as e:
-                abandoned = e.code == ST_EHUNG
-                raise
+            stats = self.drive(plan, progress, hang_timeout_s, &abandoned)
         finally:
             if abandoned:
                 ABANDONED.append((self, jobs, extents, results, groups, matrix, copies))
@@ -650,8 +646,11 @@ cdef class Io:
                 free(facts)
         return results, stats
 
-    cdef drive(self, st_plan *plan, progress, double hang_timeout_s):
-        """Starts a run and sees it to its end, whatever happens meanwhile."""
+    cdef drive(self, st_plan *plan, progress, double hang_timeout_s, bint *abandoned):
+        """Starts a run and sees it to its end, whatever happens meanwhile.
+
+        *abandoned, also when something is raised: the plan and its tables must live for ever.
+        """
         cdef st_run *run = NULL
         cdef st_stats stats
         cdef st_failure failure
@@ -689,11 +688,10 @@ cdef class Io:
             # A child that was forked meanwhile (by progress, by a handler) has
             # none of the threads: there, joining them would crash.
             if os.getpid() == pid:
+                if timeout_ns and not hung and not done:
+                    hung = drain(run, timeout_ns)
+                abandoned[0] = hung
                 with nogil:
-                    if not hung and timeout_ns:
-                        st_run_cancel(run)
-                        while not hung and not st_run_wait(run, WAIT_MS):
-                            hung = st_run_hung(run, timeout_ns, &hung_file)
                     if hung:
                         st_run_abandon(run)
                     else:
@@ -753,6 +751,26 @@ cdef class Io:
                 where=None if entry.where == NULL else <bytes>entry.where,
             ))
         return traces
+
+
+cdef bint drain(st_run *run, uint64_t timeout_ns) noexcept:
+    """Cancels and waits for what is in flight. True: a drive hangs, or a second interrupt says not to wait for it."""
+    cdef uint32_t file = 0
+    cdef bint hung = False
+    cdef bint done = False
+
+    st_run_cancel(run)
+    while not hung and not done:
+        with nogil:
+            done = st_run_wait(run, WAIT_MS)
+            if not done:
+                hung = st_run_hung(run, timeout_ns, &file)
+        try:
+            PyErr_CheckSignals()
+        except BaseException:
+            # What began the drain is raised on; another interrupt can only mean: now.
+            hung = not done
+    return hung
 
 
 cdef const char *c_name(bytes name) except NULL:
