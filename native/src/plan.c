@@ -8,12 +8,13 @@
 
 #define BUDGET_DEFAULT (256ull << 20)
 #define DEPTH_DEFAULT 4u
+#define DEPTH_GROUPS 2u /* each has many blocks */
 #define POSIX_WORKERS_PER_CPU 4u
 #define POSIX_WORKERS_MAX 16u
 #define WORKERS_MAX 1024u
 #define DEPTH_MAX 1024u
 /* Files that are to be busy all at once want more in flight. */
-#define TRANSFERS_PER_FILE 3u
+#define TRANSFERS_PER_FILE 6u
 #define POSIX_TRANSFERS_PER_FILE 2u
 #define POSIX_WORKERS_FILES_MAX 32u
 #define RING_ENTRIES_MAX 4096u
@@ -303,10 +304,10 @@ int st_plan_shape(const struct st_plan *plan, bool synchronous, struct st_shape 
 		workers = default_workers(plan, synchronous);
 	workers = at_most(at_most(workers, WORKERS_MAX), units_count);
 	if (!depth) {
-		depth = DEPTH_DEFAULT;
-		if (!plan->groups_count)
-			depth = at_least(depth,
-				((uint64_t)plan->files_count * TRANSFERS_PER_FILE + workers - 1) / workers);
+		uint64_t each = workers * out->unit_blocks;
+
+		depth = plan->groups_count ? DEPTH_GROUPS : DEPTH_DEFAULT;
+		depth = at_least(depth, ((uint64_t)plan->files_count * TRANSFERS_PER_FILE + each - 1) / each);
 	}
 	if (synchronous)
 		depth = 1;
