@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -100,26 +101,32 @@ def _offsets(
 
 
 def _weighted(groups_count: int, shape: Shape, members: int, weights: Sequence[float]) -> NDArray[np.int64]:
-    if len(weights) != members or not all(weight > 0 for weight in weights):
+    if len(weights) != members or not all(0 < weight < math.inf for weight in weights):
         raise ValueError(f"weights are {members} positive numbers, one for each drive, not {list(weights)!r}")
     if shape.width == members:
         raise ValueError(
             f"groups of {shape.width} blocks over {members} drives put a block of each group on each drive: weights "
             "can only be equal. Use fewer copies or check blocks than there are drives, or drives alike."
         )
+    # Relative to the heaviest, and never quite nothing, so that no sum below is infinite or zero.
+    relative = np.maximum(np.array(weights, float) / max(weights), 1e-9)
+    share = relative / relative.sum() * shape.width
     # A share above one group in one cannot be had: what a large drive cannot take, the others do.
-    share = np.array(weights, float) / sum(weights) * shape.width
     while (share > 1).any():
         over, under = share >= 1, share < 1
         spare = float((share[over] - 1).sum())
         share[over] = 1
         share[under] += spare * share[under] / share[under].sum()
     owed = np.zeros(members)
+    checks_owed = np.zeros(members)
     chosen = np.zeros((groups_count, shape.width), np.int64)
     for group in range(groups_count):
         owed += share
-        # Those to whom most is owed; the rotation keeps data and check blocks from always meeting the same drive.
-        best = np.argsort(-owed, kind="stable")[: shape.width]
+        # Those to whom most is owed; and of them, check blocks for those who had the fewest among their own.
+        best = np.sort(np.argsort(-owed, kind="stable")[: shape.width])
         owed[best] -= 1
-        chosen[group] = np.roll(np.sort(best), group)
+        checks_owed[best] += shape.checks / shape.width
+        best = best[np.argsort(checks_owed[best], kind="stable")]
+        checks_owed[best[shape.data :]] -= 1
+        chosen[group] = best
     return chosen

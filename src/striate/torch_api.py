@@ -145,7 +145,7 @@ class Saves(Protocol):
         *,
         pickle_module: Any = pickle,
         pickle_protocol: int = 2,
-        engine: EngineChoice = "auto",
+        engine: EngineChoice | None = None,
         frozen: bool = False,
         progress: ProgressChoice = False,
     ) -> SaveResult: ...
@@ -191,7 +191,8 @@ def save(
             name,
             pickle_module=pickle_module,
             pickle_protocol=pickle_protocol,
-            engine=engine,
+            # Unless told otherwise, a volume uses the engine that it was made with.
+            engine=None if isinstance(engine, str) and engine == "auto" else engine,
             frozen=frozen,
             progress=progress,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import shutil
 from collections.abc import Callable
@@ -142,6 +143,45 @@ def test_sizes_around_every_boundary_come_back_with_their_bytes(
         ]:
             used.save(saved, NAME)
             assert same(used.load(NAME), saved)
+
+
+def test_save_with_a_volume_is_the_volumes_save(folders: Callable[[int], list[Path]]) -> None:
+    drives = folders(3)
+    used = volume(drives, "parity", {})
+    result = striate.save(state(1), "run/step", volume=used)
+    assert len(result.members) == 3 and not result.degraded and result.stats is not None
+    assert result.stats.engine == "posix", "the volume's own"
+    assert sum(file.bytes for file in result.stats.files) > result.data_bytes
+    require_version(used.load("run/step"), 1)
+    with pytest.raises(TypeError, match="name in the volume"):
+        striate.save(state(1), io.BytesIO(), volume=used)
+
+
+def test_a_volume_is_read_from_a_file(
+    folders: Callable[[int], list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders(3)
+    config = tmp_path / "volume.toml"
+    config.write_text('drives = ["drive0", "drive1", "drive2"]\nlayout = "parity"\nchunk_bytes = 4096\n')
+    used = striate.Volume.from_file(config)
+    used.save(state(1), NAME)
+    monkeypatch.setenv("STRIATE_VOLUME", str(config))
+    require_version(striate.Volume.default().load(NAME), 1)
+    monkeypatch.delenv("STRIATE_VOLUME")
+    with pytest.raises(striate.VolumeMismatch, match="STRIATE_VOLUME"):
+        striate.Volume.default()
+    for text, words in {
+        "drives = [": "no TOML",
+        "layout = 1": "drives is missing",
+        'drives = ["a"]\nlayout = "raid"': "layout is",
+        'drives = ["a"]\ncolour = 1': "unknown setting colour",
+        'drives = ["a"]\nlayout = "parity"': "at least 3 drives",
+        'drives = ["a"]\nchunk_bytes = 5': "chunk_bytes",
+    }.items():
+        config.write_text(text)
+        with pytest.raises(ValueError, match=words) as caught:
+            striate.Volume.from_file(config)
+        assert str(config) in str(caught.value)
 
 
 def test_weights_give_a_small_drive_less(folders: Callable[[int], list[Path]]) -> None:
