@@ -123,6 +123,28 @@ def test_a_member_of_an_older_generation_is_not_taken_for_one_of_this(
         used.load(NAME)
 
 
+def test_blocks_that_were_swapped_or_are_of_an_older_generation_are_noticed(
+    folders: Callable[[int], list[Path]], quiet: list[Any]
+) -> None:
+    drives = folders(3)
+    used = volume(drives, "parity", {})
+    used.save(state(1), NAME)
+    old = (drives[0] / NAME).read_bytes()
+    used.save(state(2), NAME)
+    whole = (drives[0] / NAME).read_bytes()
+    first, second = slice(4096, 4096 + CHUNK_BYTES), slice(4096 + CHUNK_BYTES, 4096 + 2 * CHUNK_BYTES)
+    swapped, stale = bytearray(whole), bytearray(whole)
+    swapped[first], swapped[second] = whole[second], whole[first]
+    stale[first] = old[first]
+    for content, bad in ((swapped, 2), (stale, 1)):
+        (drives[0] / NAME).write_bytes(content)
+        require_version(used.load(NAME), 2)
+        report = used.verify(NAME)
+        assert len(report.damages) == bad and report.recoverable
+        used.repair()
+        assert (drives[0] / NAME).read_bytes() == whole
+
+
 def test_a_truncated_member_is_a_lost_one(folders: Callable[[int], list[Path]], quiet: list[Any]) -> None:
     drives = folders(3)
     used = volume(drives, "parity", {})

@@ -99,6 +99,44 @@ def test_a_drive_that_goes_read_only_in_the_middle_of_a_save(
     assert used.load(NAME)["t"].equal(new["t"])
 
 
+@pytest.mark.parametrize("work", ["load", "repair"])
+def test_a_drive_that_dies_in_the_middle_of_a_load_or_a_repair(
+    make_loop_drives: Make, quiet: list[Any], work: str
+) -> None:
+    drives = make_loop_drives(3, file_system="xfs")
+    folders = paths_of(drives)
+    used = striate.Volume(folders, "parity", parity=1)
+    saved = {"t": state(1, data_bytes=144 * MIB)["model"]["weights"]}
+    used.save(saved, NAME)
+    if work == "repair":
+        (folders[2] / NAME).unlink()
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(used.load(NAME) if work == "load" else used.repair())
+        except striate.StriateError as e:
+            outcome.append(e)
+
+    # Far more than is in flight at once.
+    with capped(drives, 60 * 1_000_000):
+        runner = threading.Thread(target=run)
+        runner.start()
+        time.sleep(0.3)
+        subprocess.run(["xfs_io", "-x", "-c", "shutdown", str(folders[2])], check=True)
+        runner.join()
+    if work == "load":
+        assert outcome[0]["t"].equal(saved["t"])
+        assert str(folders[2]) in str(quiet[0].message)
+    else:
+        assert isinstance(outcome[0], striate.DriveError) and str(folders[2]) in str(outcome[0])
+    assert used.load(NAME)["t"].equal(saved["t"])
+    subprocess.run(["umount", str(folders[2])], check=True)
+    subprocess.run(["mount", drives[2].device, str(folders[2])], check=True)
+    used.repair()
+    assert used.verify(NAME).ok
+
+
 def test_drives_of_other_sectors_and_kinds_work_together(make_loop_drives: Make, tmp_path: Path) -> None:
     coarse = make_loop_drives(1, sector_bytes=4096)[0].path
     shm = Path("/dev/shm") / f"striate-test-{os.getpid()}"
