@@ -192,7 +192,7 @@ def test_the_slower_drive_of_a_mirror_gets_less_to_read(make_loop_drives: Make) 
     drives = make_loop_drives(2)
     folders = paths_of(drives)
     used = striate.Volume(folders, "mirror")
-    saved = {"t": state(1, data_bytes=64 * MIB)["model"]["weights"]}
+    saved = {"t": state(1, data_bytes=192 * MIB)["model"]["weights"]}
     used.save(saved, NAME)
     engine = Engine("auto")
     with (
