@@ -161,7 +161,8 @@ struct st_job {
  * first the inputs, then the outputs, which have no extents on a write and no
  * file on a read. Output j is the sum over i of matrix[j][i] * input i over
  * GF(2^8) with 0x11d; inputs shorter than the longest count as padded with
- * zeros. On a write outputs are written like blocks of their own, and an output
+ * zeros. Without outputs a group is blocks that are handed out together.
+ * On a write outputs are written like blocks of their own, and an output
  * of one input with factor 1, its length and its seed is a copy: the same memory
  * goes to a second file.
  * On a read outputs are compared with their digests and scattered. */

@@ -37,6 +37,8 @@ static int begin_pass(struct pass *pass, struct worker *self, struct in_flight *
 		if (i < pass->inputs && job->length > pass->longest)
 			pass->longest = job->length;
 	}
+	if (!pass->outputs)
+		return 0;
 	return st_parity_prepare(&self->parity, unit->unit.matrix, pass->inputs, pass->outputs);
 }
 
@@ -84,6 +86,8 @@ static void compute_slice(struct pass *pass, uint64_t at, uint64_t slice)
 {
 	uint8_t *from[ST_GROUP_MAX], *to[ST_GROUP_MAX];
 
+	if (!pass->outputs)
+		return;
 	for (unsigned i = 0; i < pass->inputs; i++)
 		from[i] = pass->flights[i].slot + at;
 	for (unsigned i = 0; i < pass->outputs; i++)

@@ -190,7 +190,9 @@ bool st_unit_borrows(const struct st_plan *plan, const struct st_unit *unit)
 {
 	const struct st_job *job = &plan->jobs[unit->job_first];
 
-	if (plan->no_borrow || (unit->outputs && !unit->copies) || !job_borrows(plan, job, job->file))
+	/* Several inputs may be of several minds. */
+	if (plan->no_borrow || unit->inputs > 1 || (unit->outputs && !unit->copies) ||
+		!job_borrows(plan, job, job->file))
 		return false;
 	for (unsigned i = 1; i <= unit->outputs; i++)
 		if (!job_borrows(plan, job, job[i].file))

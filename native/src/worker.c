@@ -173,7 +173,7 @@ static int fill_unit(struct worker *self, struct in_flight *unit, struct flight 
 {
 	int ret;
 
-	if (unit->unit.outputs && !unit->unit.copies)
+	if (unit->unit.inputs + unit->unit.outputs > 1 && !unit->unit.copies)
 		return st_group_fill(self, unit, culprit);
 	*culprit = &unit->flights[0];
 	ret = fill_slot(self, &unit->flights[0]);

@@ -143,9 +143,10 @@ class Io:
         hang_timeout_s: float = 0.0,  # 0: waits for ever, and may borrow memory
     ) -> tuple[NDArray[np.void], Stats]:
         """Blocks with the GIL released, looks at Python's signals every 100 ms. A signal handler (or progress)
-        that raises cancels the run, waits for what is in flight and lets the exception through.
+        that raises cancels the run, waits for what is in flight and lets the exception through. With hang_timeout_s
+        it does not wait longer than that for a drive, nor after a second exception: the run is then given up too.
         Memory in extents and the arrays must stay alive until this returns.
-        ValueError: a wrong table, with the job's index; OSError ENOMEM: one slot does not fit budget_bytes;
+        ValueError: a wrong option or table, with the job's index; OSError ENOMEM: one slot does not fit budget_bytes;
         RunError: the first hard error; EHUNG with the file that did not answer, after which threads, descriptors and
         these tables stay as they are."""
     def traces(self) -> list[Trace]: ...

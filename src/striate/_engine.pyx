@@ -429,6 +429,9 @@ cdef uint64_t address_of(table, str name, dtype) except? 0:
     return <uint64_t><uintptr_t>table.ctypes.data
 
 
+# Thirty years: its nanoseconds fit 64 bits.
+TIMEOUT_MAX_S = 1_000_000_000
+
 # What runs that were given up still look at, for as long as their drives hang.
 ABANDONED = []
 
@@ -591,6 +594,8 @@ cdef class Io:
 
         if direction not in ("write", "read"):
             raise ValueError(f"direction must be 'write' or 'read', not {direction!r}")
+        if not 0 <= hang_timeout_s <= TIMEOUT_MAX_S:
+            raise ValueError(f"hang_timeout_s is 0 to {TIMEOUT_MAX_S} seconds, not {hang_timeout_s}")
         files = list(files)
         address_of(jobs, "jobs", JOB_DTYPE)
         results = np.zeros(len(jobs), RESULT_DTYPE)

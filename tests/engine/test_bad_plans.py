@@ -94,6 +94,8 @@ def test_unknown_engines_and_faults_are_refused() -> None:
         Io("posix", faults=[Fault("fly")])
     with pytest.raises(ValueError, match="kind of fault"):
         Io("posix", faults=[Fault("write", "late")])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="255 bytes"):
+        Io("posix", faults=[Fault("write", drive=bytes(256))])
     with pytest.raises(ValueError, match="negative"):
         Io("posix", faults=[Fault("write", nth=-1)])
     with pytest.raises(ValueError, match="null byte"):

@@ -273,6 +273,7 @@ NAMESPACE = [
     "sync_directory",
     "rename",
     "unlink",
+    "mkdir",
 ]
 
 
@@ -288,6 +289,7 @@ def perform(io: Io, folder: int, op: str, fd: int) -> None:
         "sync_directory": lambda: io.sync_directory(folder),
         "rename": lambda: io.rename(folder, b"first", b"third"),
         "unlink": lambda: io.unlink(folder, b"third"),
+        "mkdir": lambda: io.mkdir(folder, b"below", 0o700),
     }
     calls[op]()
 
@@ -303,7 +305,8 @@ def test_every_call_on_names_does_its_work_and_is_traced(kind: Kind, tmp_path: P
     facts = os.fstat(fd)
     assert stat.S_IMODE(facts.st_mode) == 0o640
     assert facts.st_size == 100
-    assert os.listdir(tmp_path) == ["second"]
+    assert sorted(os.listdir(tmp_path)) == ["below", "second"]
+    assert stat.S_IMODE((tmp_path / "below").stat().st_mode) == 0o700
     io.close(fd)
     io.close(folder)
     traces = io.traces()
