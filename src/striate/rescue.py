@@ -6,7 +6,7 @@ the day when nothing can be built. This file may be copied and run by itself:
     python rescue.py FILE... -o out.safetensors
 
 Of a checkpoint on several drives the FILEs are its members, as many as are
-left. Memory is bounded by the header and one chunk, whatever the checkpoint's size.
+left. Memory is bounded by the header and one chunk (members: one group of chunks), whatever the checkpoint's size.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any, BinaryIO, NoReturn
 
 try:
@@ -54,6 +55,8 @@ SUPERBLOCK_BYTES = 4096
 MEMBERS_MAX = 255
 NAME_BYTES_MAX = 1024
 MANIFEST_BYTES_MAX = 4_294_967_296
+PATH_BYTES_MAX = 4096
+OFFSET_END = 1 << 62
 DTYPES = (
     "BOOL",
     "U8",
@@ -177,6 +180,7 @@ class _Header:
     graph_bytes: int | None = None
     graph_entry: bool = False
     damaged: bool = False
+    drives: list[bytes] = field(default_factory=list)  # of a member: where the members were
 
     @property
     def table(self) -> list[_Entry]:
@@ -200,10 +204,6 @@ def _read_header(file: BinaryIO, *, despite_damage: bool) -> _Header:
     if len(prefix) < 8:
         _refuse(f"it has {len(prefix)} bytes, too few for a checkpoint")
     length = int.from_bytes(prefix, "little")
-    if prefix == b"STRIATE\0":
-        _refuse(
-            "it is one of several files of a checkpoint on several drives, which this version cannot read"
-        )
     if not 2 <= length <= HEADER_BYTES_MAX:
         _refuse(f"its first 8 bytes, {prefix.hex()}, are not the length of a header")
     raw = _read_at(file, 0, 8 + length)
@@ -526,6 +526,12 @@ class _Member:
     manifest_offset: int
     manifest_bytes: int
     manifest_digest: bytes
+    name: bytes
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """What the members of a generation agree on."""
+        return self.members, self.k, self.m, self.chunk_bytes
 
 
 def _begins_as_member(file: BinaryIO) -> bool:
@@ -542,37 +548,30 @@ def _superblock(path: str, file: BinaryIO) -> _Member:
     if len(block) < SUPERBLOCK_BYTES or xxhash.xxh3_128_digest(block[:4080]) != block[4080:]:
         _refuse("its superblock is damaged")
     fields = _SUPERBLOCK.unpack_from(block)
-    (
-        _,
-        version,
-        flags,
-        uuid,
-        sequence,
-        _,
-        _,
-        number,
-        members,
-        k,
-        m,
-        chunk_bytes,
-        offset,
-        length,
-        digest,
-        _,
-        n,
-        _,
-    ) = fields
+    _, version, flags, uuid, sequence, _, _, number, members, k, m, chunk_bytes = fields[:12]
+    offset, length, digest, whole, name_length, name = fields[12:]
     if version > MEMBER_VERSION or flags:
         raise _Newer(
-            f"{path} has version {version} of the member form, and this program knows {MEMBER_VERSION}"
+            f"{path} has version {version} of the member form, and this program knows {MEMBER_VERSION}: "
+            "take a newer one"
         )
     if version < 1 or not 1 <= members <= MEMBERS_MAX or number >= members or k < 1 or k + m > members:
         _refuse("its superblock has numbers that are not possible")
-    if chunk_bytes not in {1 << n for n in range(12, 27)} or offset % ALIGN or offset < SUPERBLOCK_BYTES:
+    if chunk_bytes not in {1 << n for n in range(12, 27)} or offset % ALIGN:
         _refuse("its superblock has sizes that are not possible")
-    if not 0 < length <= MANIFEST_BYTES_MAX or not 1 <= n <= NAME_BYTES_MAX:
-        _refuse("its superblock has lengths that are not possible")
-    return _Member(path, file, uuid, sequence, number, members, k, m, chunk_bytes, offset, length, digest)
+    if not SUPERBLOCK_BYTES <= offset < OFFSET_END or not 0 < length <= MANIFEST_BYTES_MAX:
+        _refuse("its superblock puts the manifest where it cannot be")
+    if int.from_bytes(whole, "little") >> members:
+        _refuse("its superblock lists members that there are not")
+    if not 1 <= name_length <= NAME_BYTES_MAX or name[name_length:].strip(b"\0"):
+        _refuse("the name in its superblock has a wrong length")
+    name = name[:name_length]
+    for part in name.split(b"/"):
+        if part in (b"", b".", b"..") or b"\0" in part or len(part) > 255 or part.startswith(b".striate"):
+            _refuse("the name in its superblock is not one")
+    return _Member(
+        path, file, uuid, sequence, number, members, k, m, chunk_bytes, offset, length, digest, name
+    )
 
 
 class _Tables:
@@ -596,34 +595,32 @@ class _Tables:
         except UnicodeDecodeError:
             _refuse("a name in the manifest is not UTF-8")
 
+    def end(self) -> None:
+        if self.at != len(self.raw):
+            _refuse("the manifest does not end where its head says")
+
 
 class _MemberSource(_Source):
     """Members of one generation. A block that is missing or wrong is computed from the rest of its group."""
 
     def __init__(
-        self, header: _Header, like: _Member, blocks: list[tuple[Any, ...]], members: dict[int, _Member]
+        self, header: _Header, like: _Member, blocks: list[tuple[Any, ...]], members: Sequence[_Member]
     ) -> None:
-        super().__init__(header, [member.file for member in members.values()])
+        super().__init__(header, [member.file for member in members])
         self.k, self.m = like.k, like.m
         self.blocks = blocks
         self.members = members
-        self._group: tuple[int, dict[int, bytes]] = (-1, {})
+        self._group: tuple[int, dict[int, bytes | str]] = (-1, {})
 
     def chunk(self, chunk: int) -> bytes | str:
         group, number = divmod(chunk, self.k)
-        if self._group[0] != group:
-            self._group = (group, {})
-        known = self._group[1]
-        if number in known:
-            return known[number]
         block = self._block(group, number)
         if isinstance(block, bytes):
-            known[number] = block
             return block
         recovered = self._recover(group, number)
         if recovered is None:
-            return block
-        known[number] = recovered
+            return f"{block}, and too little is left of its group"
+        self._group[1][number] = recovered
         return recovered
 
     def _size(self, group: int) -> int:
@@ -636,37 +633,46 @@ class _MemberSource(_Source):
         return self.header.chunks_count + group * self.m + number - self.k
 
     def _block(self, group: int, number: int) -> bytes | str:
-        row = self._row(group, number)
-        offset, length, member, _, _, wanted = self.blocks[row]
-        if member not in self.members:
-            return f"member {member} is missing"
-        try:
-            block = _read_at(self.members[member].file, offset, length)
-        except OSError as e:
-            return f"{self.members[member].path}: read error: {e.strerror}"
+        """A verified block, or why there is none. Those of the group that was last asked for are kept."""
+        if self._group[0] != group:
+            self._group = (group, {})
+        known = self._group[1]
+        if number not in known:
+            known[number] = self._read(group, number)
+        return known[number]
+
+    def _read(self, group: int, number: int) -> bytes | str:
+        offset, length, at, _, _, wanted = self.blocks[self._row(group, number)]
         index = _CHECK_INDEX + group * self.m + number - self.k
         if number < self.k or self.k == 1:
             index = group * self.k + (number if number < self.k else 0)
-        if (
-            len(block) == length
-            and xxhash.xxh3_128_digest(block, seed=_seed(self.header.uuid, index)) == wanted
-        ):
-            return block
-        return f"{self.members[member].path}, offset {offset}: the block is damaged"
+        seed = _seed(self.header.uuid, index)
+        reasons = []
+        for member in self.members:  # one may be there twice, as a copy that somebody made in time
+            if member.number != at:
+                continue
+            try:
+                block = _read_at(member.file, offset, length)
+            except OSError as e:
+                reasons.append(f"{member.path}: read error: {e.strerror}")
+                continue
+            if len(block) == length and xxhash.xxh3_128_digest(block, seed=seed) == wanted:
+                return block
+            reasons.append(f"{member.path}, offset {offset}: the block is damaged")
+        return "; ".join(reasons) or f"member {at} is missing"
 
     def _recover(self, group: int, wanted: int) -> bytes | None:
         size = self._size(group)
-        numbers = [n for n in (*range(size), *range(self.k, self.k + self.m)) if n != wanted]
         found: dict[int, bytes] = {}
-        for number in numbers:
-            block = self._block(group, number)
-            if isinstance(block, bytes):
-                found[number] = block
-            if len(found) == size:
-                break
+        for number in (*range(size), *range(self.k, self.k + self.m)):
+            if number != wanted and len(found) < size:
+                block = self._block(group, number)
+                if isinstance(block, bytes):
+                    found[number] = block
         if len(found) < size:
             return None
-        length = self.blocks[self._row(group, wanted)][1]
+        chunk = group * self.k + wanted
+        length, digest = self.blocks[chunk][1], self.blocks[chunk][5]
         longest = max(map(len, found.values()))
         factors = _solve(self.k, self.m, size, list(found), wanted)
         total = 0
@@ -674,8 +680,7 @@ class _MemberSource(_Source):
             scaled = block.ljust(longest, b"\0").translate(_TIMES[factor])
             total ^= int.from_bytes(scaled, "little")
         recovered = total.to_bytes(longest, "little")[:length]
-        chunk = group * self.k + wanted
-        fits = xxhash.xxh3_128_digest(recovered, seed=_seed(self.header.uuid, chunk)) == self.blocks[chunk][5]
+        fits = xxhash.xxh3_128_digest(recovered, seed=_seed(self.header.uuid, chunk)) == digest
         return recovered if fits else None
 
 
@@ -727,30 +732,57 @@ def _members(paths: Sequence[str], files: Sequence[BinaryIO]) -> tuple[_MemberSo
             found.append(_superblock(path, file))
         except _Newer:
             raise
-        except (RescueError, OSError) as e:
+        except RescueError as e:
             remarks.append(f"{path} is left out: {e}")
+        except OSError as e:
+            remarks.append(f"{path} is left out: read error: {e.strerror}")
     if not found:
         raise RescueError("no member has a whole superblock: " + "; ".join(remarks))
     newest = max(found, key=lambda member: member.sequence)
-    members: dict[int, _Member] = {}
-    held = None
     for member in found:
         if member.uuid != newest.uuid:
-            remarks.append(f"{member.path} is left out: it belongs to an older generation")
-            continue
-        raw = _read_at(member.file, member.manifest_offset, member.manifest_bytes)
-        if xxhash.xxh3_128_digest(raw, seed=_seed(member.uuid, _MANIFEST_INDEX)) != member.manifest_digest:
-            remarks.append(f"{member.path}: its manifest is damaged, and is taken from another member")
-        elif held is None:
-            held = _member_manifest(raw, member)
-        members.setdefault(member.number, member)
-    if held is None:
-        raise RescueError("no member of the newest generation has a whole manifest")
-    header, blocks = held
-    absent = [number for number in range(newest.members) if number not in members]
-    if absent:
-        remarks.append(f"member(s) {', '.join(map(str, absent))} of {newest.members} are not among the files")
-    return _MemberSource(header, newest, blocks, members), remarks
+            age = "an older" if member.sequence < newest.sequence else "another"
+            remarks.append(
+                f"{member.path} is left out: it belongs to {age} generation (its members alone would give that one)"
+            )
+    members = [member for member in found if member.uuid == newest.uuid]
+    header, blocks, like = _first_manifest(members, remarks)
+    for member in [member for member in members if member.shape != like.shape]:
+        remarks.append(f"{member.path} is left out: its superblock disagrees with the manifest")
+        members.remove(member)
+    for number in range(like.members):
+        if all(member.number != number for member in members):
+            place = os.path.join(os.fsdecode(header.drives[number]), os.fsdecode(like.name))
+            remarks.append(
+                f"member {number} of {like.members} is not among the files; it was written as {place}"
+            )
+    return _MemberSource(header, like, blocks, members), remarks
+
+
+def _first_manifest(
+    members: Sequence[_Member], remarks: list[str]
+) -> tuple[_Header, list[tuple[Any, ...]], _Member]:
+    """All members have the same manifest: the first that is whole counts, the others are looked at all the same."""
+    first = None
+    for member in members:
+        try:
+            raw = _read_at(member.file, member.manifest_offset, member.manifest_bytes)
+            if (
+                xxhash.xxh3_128_digest(raw, seed=_seed(member.uuid, _MANIFEST_INDEX))
+                != member.manifest_digest
+            ):
+                _refuse("its checksum does not fit")
+            if first is None:
+                first = (*_member_manifest(raw, member), member)
+        except RescueError as e:
+            remarks.append(
+                f"{member.path}: its manifest is damaged, and that of another member is needed: {e}"
+            )
+        except OSError as e:
+            remarks.append(f"{member.path}: its manifest cannot be read: {e.strerror}")
+    if first is None:
+        raise RescueError("no member of the newest generation has a whole manifest: " + "; ".join(remarks))
+    return first
 
 
 def _member_manifest(raw: bytes, member: _Member) -> tuple[_Header, list[tuple[Any, ...]]]:
@@ -758,57 +790,137 @@ def _member_manifest(raw: bytes, member: _Member) -> tuple[_Header, list[tuple[A
     head = _HEAD.unpack(tables.bytes(_HEAD.size))
     magic, uuid, data_bytes, graph_bytes, graph_length, strings_length, dimensions_count = head[:7]
     storages_count, tensors_count, chunks, groups = head[7:11]
-    locations_count, ties_count, members, k, m, _, chunk_bytes = head[11:]
-    same = (member.uuid, member.members, member.k, member.m, member.chunk_bytes)
-    if magic != _MANIFEST_MAGIC or (uuid, members, k, m, chunk_bytes) != same:
+    locations_count, ties_count, members, k, m, zero, chunk_bytes = head[11:]
+    if (
+        magic != _MANIFEST_MAGIC
+        or uuid != member.uuid
+        or (members, k, m, chunk_bytes) != member.shape
+        or zero
+    ):
         _refuse("the manifest disagrees with the superblock")
-    if chunks != -(-data_bytes // chunk_bytes) or groups != -(-chunks // k) or graph_bytes > GRAPH_BYTES_MAX:
+    if data_bytes >= 1 << 63 or chunks != -(-data_bytes // chunk_bytes) or groups != -(-chunks // k):
         _refuse("the manifest has numbers that do not fit each other")
+    if graph_bytes > GRAPH_BYTES_MAX or (graph_bytes > 0) != (graph_length > 0):
+        _refuse("the length of the graph is not possible")
     drives = tables.rows("<16sI", members)
     locations = tables.rows("<QI", locations_count)
     storages = tables.rows("<QQIIBB6x", storages_count)
     tensors = tables.rows("<QIB3x", tensors_count)
     ties = tables.rows("<II", ties_count)
-    tables.rows("<I", groups)
+    sizes = [row[0] for row in tables.rows("<I", groups)]
     blocks = tables.rows(_BLOCK.format, chunks + groups * m)
     dimensions = [row[0] for row in tables.rows("<Q", dimensions_count)]
     strings = _Tables(tables.bytes(strings_length))
     graph = tables.bytes(graph_length)
-    if any(row[2] >= members or row[3] or row[4] for row in blocks):
-        _refuse("a block is stored in a way that is not known")
-    if any(row[1] != min(chunk_bytes, data_bytes - n * chunk_bytes) for n, row in enumerate(blocks[:chunks])):
-        _refuse("a block is not as long as its chunk")
-    for _, length in drives:
-        strings.bytes(length)
+    tables.end()
+
     header = _Header(b"", {}, [], data_bytes, uuid, member.sequence, chunk_bytes)
+    if any(length > PATH_BYTES_MAX for _, length in drives):
+        _refuse("the path of a drive is too long")
+    header.drives = [strings.bytes(length) for _, length in drives]
     for count, length in locations:
         name = strings.text(length)
-        if count > storages_count - len(header.locations):
+        if not 1 <= count <= storages_count - len(header.locations):
             _refuse("the locations do not cover the storages")
         header.locations += [name] * count
-    at = 0
-    for offset, length, name_length, ndim, dtype, _ in storages:
-        if dtype >= len(DTYPES) or at + ndim > len(dimensions):
-            _refuse("a storage has no dtype or shape")
-        shape = tuple(dimensions[at : at + ndim])
-        at += ndim
-        name = strings.text(name_length)
-        if _plain_bytes(DTYPES[dtype], shape, name) != length or offset + length > data_bytes:
-            _refuse(f"{name!r} is not as long as its shape")
-        header.entries.append(_Entry(name, DTYPES[dtype], shape, offset, offset + length))
-    for index, ndim, dtype in tensors:
-        if index >= storages_count or dtype >= len(DTYPES):
-            _refuse("a tensor belongs to no storage")
-        header.plains[index] = (DTYPES[dtype], tuple(dimensions[at : at + ndim]))
-        at += ndim
+    if len(header.locations) != storages_count:
+        _refuse("the locations do not cover the storages")
+    shapes = _member_shapes([row[3] for row in storages] + [row[1] for row in tensors], dimensions)
+    named = _member_storages(header, storages, shapes, strings)
+    _member_tensors(header, tensors, shapes[storages_count:], named)
     for name_length, kept_length in ties:
-        other = strings.text(name_length)
-        header.ties[other] = strings.text(kept_length)
+        other, kept = strings.text(name_length), strings.text(kept_length)
+        if kept not in named or other in named or other in header.ties:
+            _refuse("a tied name leads to no storage, or is that of one")
+        header.ties[other] = kept
+    strings.end()
+    flat = not header.ties and len(named) == storages_count
+    if not graph_bytes and not (flat and not any(name.startswith("__striate__.") for name in named)):
+        _refuse("it has no graph, and is not a flat dict of tensors")
+    _check_blocks(member, header, sizes, blocks)
     header.digests = b"".join(row[5] for row in blocks[:chunks])
     header.graph_bytes = graph_bytes or None
     header.metadata = _plain_metadata(header, graph)
     header.raw = _plain_header(header)
     return header, blocks
+
+
+def _member_shapes(counts: list[int], dimensions: list[int]) -> list[tuple[int, ...]]:
+    if sum(counts) != len(dimensions):
+        _refuse("the dimensions do not fit the storages and tensors")
+    ends = list(accumulate(counts, initial=0))
+    return [tuple(dimensions[begin:end]) for begin, end in pairwise(ends)]
+
+
+def _member_storages(
+    header: _Header, storages: list[tuple[Any, ...]], shapes: list[tuple[int, ...]], strings: _Tables
+) -> set[str]:
+    """Fills in the entries; the names of those that are named storages."""
+    named: set[str] = set()
+    every: set[str] = set()
+    for n, (offset, length, name_length, _, dtype, is_named) in enumerate(storages):
+        name, shape = strings.text(name_length), shapes[n]
+        if dtype >= len(DTYPES) or is_named > 1:
+            _refuse(f"storage {n} is of a kind that is not known")
+        if _plain_bytes(DTYPES[dtype], shape, repr(name)) != length:
+            _refuse(f"{name!r} is not as long as its shape")
+        if name in every or name == "__metadata__":
+            _refuse(f"{name!r} is not a name that storage {n} can have")
+        every.add(name)
+        if is_named:
+            named.add(name)
+            if name.startswith("__striate__.") and name != f"__striate__.t.{n}":
+                _refuse(f"{name!r} is not a name for storage {n}")
+        elif name != f"__striate__.s.{n}" or DTYPES[dtype] != "U8" or len(shape) != 1:
+            _refuse(f"raw storage {n} is not U8 in one dimension under its own name")
+        header.entries.append(_Entry(name, DTYPES[dtype], shape, offset, offset + length))
+    reached = 0
+    for entry in sorted(header.entries, key=lambda e: (e.begin, e.end)):
+        if entry.begin != reached:
+            _refuse(f"the data has a gap or an overlap before {entry.name!r}")
+        reached = entry.end
+    if reached != header.data_bytes:
+        _refuse("the storages do not cover the data")
+    return named
+
+
+def _member_tensors(
+    header: _Header, tensors: list[tuple[Any, ...]], shapes: list[tuple[int, ...]], named: set[str]
+) -> None:
+    last = -1
+    for (index, _, dtype), shape in zip(tensors, shapes, strict=True):
+        if not last < index < len(header.entries) or dtype >= len(DTYPES):
+            _refuse("a tensor belongs to no storage")
+        last = index
+        entry = header.entries[index]
+        length = _plain_bytes(DTYPES[dtype], shape, f"tensor {index}")
+        if entry.name in named or length != entry.end - entry.begin:
+            _refuse(f"tensor {index} is not that of a raw storage of its length")
+        header.plains[index] = (DTYPES[dtype], shape)
+
+
+def _check_blocks(member: _Member, header: _Header, sizes: list[int], blocks: list[tuple[Any, ...]]) -> None:
+    k, m, chunks = member.k, member.m, header.chunks_count
+    if any(size != min(k, chunks - g * k) for g, size in enumerate(sizes)):
+        _refuse("a group has another number of blocks than it should")
+    reached: dict[int, int] = {}
+    seen: set[tuple[int, int]] = set()
+    for row, (offset, length, at, stored, zero, _) in enumerate(blocks):
+        group = row // k if row < chunks else (row - chunks) // m
+        begin, end = header.chunk_span(row if row < chunks else group * k)
+        if at >= member.members or stored or zero or length != end - begin:
+            _refuse("a block is stored in a way that is not known, or is not as long as it should be")
+        if offset % ALIGN or not SUPERBLOCK_BYTES <= offset < OFFSET_END:
+            _refuse("a block lies where none can be")
+        if (group, at) in seen:
+            _refuse("two blocks of a group lie in one member")
+        seen.add((group, at))
+    for offset, length, at, *_ in sorted(blocks, key=lambda row: row[0]):
+        if offset < reached.get(at, 0):
+            _refuse("two blocks overlap")
+        reached[at] = -(-(offset + length) // ALIGN) * ALIGN
+    if reached.get(member.number, 0) > member.manifest_offset:
+        _refuse("a block overlaps the manifest")
 
 
 def _plain_metadata(header: _Header, graph: bytes) -> dict[str, str]:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
+import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
+import xxhash
 from format.make_golden import FILES, GOLDEN, build, hexdump
+from format.make_golden_members import DTYPES as MEMBER_DTYPES
+from format.make_golden_members import GOLDEN_MEMBERS, HEAD, ROWS, SUPERBLOCK
 
 from striate import extents, manifest, rescue, superblock
 from striate.graph import DTYPES
@@ -44,26 +49,6 @@ def test_the_numbers_of_member_files_are_those_of_the_code() -> None:
         assert getattr(superblock, constant) == int(value), constant
         if constant != "DRIVES_MAX":  # the rescue reader knows no volumes
             assert getattr(rescue, constant) == int(value), constant
-
-
-@pytest.mark.parametrize(
-    ("heading", "size"),
-    [
-        ("Superblock", superblock.SUPERBLOCK_BYTES),
-        ("Manifest of a member", extents.HEAD.itemsize),
-    ],
-)
-def test_the_fields_of_a_member_follow_each_other_without_a_gap(heading: str, size: int) -> None:
-    section = re.split(rf"^#+ {heading}$", DOCUMENT, flags=re.MULTILINE)[1]
-    table = next(
-        t for t in re.findall(r"(?:^\|.*\n)+", section, flags=re.MULTILINE) if t.startswith("| offset")
-    )
-    at = 0
-    for row in table.splitlines()[2:]:
-        offset, length = (int(cell) for cell in row.strip("|").split(" | ")[:2])
-        assert offset == at, row
-        at += length
-    assert at == size
 
 
 def test_the_rows_of_a_members_manifest_have_the_sizes_documented() -> None:
@@ -126,13 +111,105 @@ def test_the_example_is_the_file_that_it_names() -> None:
     assert f"8 + N is {header_bytes(content)};" in DOCUMENT
 
 
+def test_the_example_of_a_member_is_the_file_that_it_names() -> None:
+    shown = re.search(
+        r"`tests/format/golden_members/([^`]*)`[^#]*<!-- example of a member.*?-->\n```\n(.*?)\n```\n",
+        DOCUMENT,
+        flags=re.DOTALL,
+    )
+    assert shown is not None
+    content = (GOLDEN_MEMBERS / shown[1]).read_bytes()
+    assert shown[2] == hexdump(content)
+    facts = superblock.decode(content[:4096], path="")
+    assert (facts.manifest_offset, facts.name) == (0x2000, b"step-1")
+    assert content[0x1000:0x1016] == (GOLDEN / "example.safetensors").read_bytes()[0x1000:]
+
+
+# The forms of struct, by the type and the size that the document gives.
+FORMS = {("u8", 1): "B", ("u16", 2): "H", ("u32", 4): "I", ("u64", 8): "Q"}
+
+
+def fields_after(line: str) -> list[tuple[int, int, str]]:
+    """Offset, size and form of each field in the table that follows a line of the document."""
+    rows = re.search(re.escape(f"\n{line}\n\n") + r"((?:\|.*\n)+)", DOCUMENT)
+    assert rows is not None, line
+    cells = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows[1].splitlines()[2:]]
+    return [
+        (int(offset), int(size), FORMS.get((kind, int(size)), f"{size}s"))
+        for offset, size, kind, *_ in cells
+        if size.isdigit()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "forms", "dtype"),
+    [
+        ("### Superblock", tuple(SUPERBLOCK.values()), None),
+        ("Head:", tuple(HEAD.values()), extents.HEAD),
+        ("A drive:", ROWS["drives"], extents.DRIVE),
+        ("A location:", ROWS["locations"], extents.LOCATION),
+        ("A storage:", ROWS["storages"], extents.STORAGE),
+        ("A tensor:", ROWS["tensors"], extents.TENSOR),
+        ("A tie:", ROWS["ties"], extents.TIE),
+        ("A block:", ROWS["blocks"], extents.BLOCK),
+    ],
+)
+def test_each_table_of_a_member_has_the_fields_documented(
+    line: str, forms: tuple[str, ...], dtype: np.dtype[np.void] | None
+) -> None:
+    fields = fields_after(line)
+    assert tuple(form for _, _, form in fields[: len(forms)]) == forms
+    at = 0
+    for offset, size, _ in fields:
+        assert offset == at
+        at += size
+    if dtype is None:
+        assert [size for _, size, _ in fields[len(forms) :]] == [2894, 16], "reserved bytes, and the digest"
+        assert at == superblock.SUPERBLOCK_BYTES
+        return
+    assert (len(fields), at) == (len(forms), dtype.itemsize)
+    assert dtype.fields is not None
+    found = [dtype.fields[name] for name in dtype.names or ()]
+    assert [(place[1], place[0].itemsize) for place in found] == [
+        (offset, size) for offset, size, _ in fields
+    ]
+    numbers = ["u" if form in FORMS.values() else "bytes" for form in forms]
+    assert [place[0].kind.replace("V", "bytes").replace("S", "bytes") for place in found] == numbers
+
+
+def test_the_codes_of_dtypes_are_their_rows_in_the_table() -> None:
+    documented = tuple(name.strip("`") for name, _, _ in table_under("Dtypes"))
+    assert documented == tuple(manifest.DTYPE_BYTES) == rescue.DTYPES == MEMBER_DTYPES
+
+
+def test_label_and_tombstone_have_the_fields_documented() -> None:
+    drive, other = bytes(range(16)), bytes(range(16, 32))
+    label = superblock.encode_label(superblock.Label(b"v" * 16, drive, 5, (other, drive)))
+    tombstone = superblock.encode_tombstone(superblock.Tombstone(b"a/b", other, 6))
+    for block, line, values in (
+        (label, "`.striate-label` names the drive:", [b"STRLABL\0", 1, 2, b"v" * 16, drive, 5]),
+        (
+            tombstone,
+            "`.striate-gone-<n>`, n being 32 hex digits, the XXH3-128 of the name with seed 0, says that "
+            "generations of that name were deleted:",
+            [b"STRGONE\0", 1, 3, b"a/b".ljust(1024, b"\0"), other, 6],
+        ),
+    ):
+        fields = fields_after(line)
+        for (offset, _, form), value in zip(fields, values, strict=True):
+            assert struct.unpack_from(f"<{form}", block, offset)[0] == value, (line, offset)
+        assert block[4080:] == xxhash.xxh3_128_digest(block[:4080])
+    assert label[56:88] == other + drive and not any(label[88:4080])
+    assert not any(tombstone[1064:4080])
+
+
 def test_the_hexdump_is_that_of_the_tool() -> None:
     import shutil
     import subprocess
 
     if shutil.which("hexdump") is None:
         pytest.skip("hexdump (bsdextrautils) is not installed")
-    for path in sorted(GOLDEN.iterdir()):
+    for path in sorted([*GOLDEN.iterdir(), *GOLDEN_MEMBERS.iterdir()]):
         made = subprocess.run(["hexdump", "-C", path], capture_output=True, text=True, check=True).stdout
         assert made == hexdump(path.read_bytes()) + "\n"
 
