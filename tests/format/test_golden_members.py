@@ -417,6 +417,15 @@ def test_a_graph_too_large_for_a_writers_header_is_still_put_into_one(tmp_path: 
     assert striate.load(out)["noise"] == noise
 
 
+def test_an_image_whose_header_no_plain_file_can_have_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rescue, "HEADER_BYTES_MAX", 4000)
+    assert run(*paths("flat.parity"), "-o", tmp_path / "out") == 4
+    assert "too many tensors for one safetensors file" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 # ---- hostile manifests: both readers refuse the same, and nothing but by the rules ------------------------------
 
 NASTY = (
@@ -611,6 +620,27 @@ def without_graph(described: Members) -> None:
     described.manifest.head |= {"graph_bytes": 0, "graph_length": 0}
 
 
+def long_path(described: Members) -> None:
+    manifest = described.manifest
+    manifest.rows["drives"][0][1] += 4096
+    manifest.strings = b"x" * 4096 + manifest.strings
+    manifest.head["strings_length"] = len(manifest.strings)
+
+
+def empty_run(described: Members) -> None:
+    described.manifest.rows["locations"].insert(1, [0, 0])
+    described.manifest.head["locations"] += 1
+
+
+def uncovered_byte(described: Members) -> None:
+    """A byte more of data in a last chunk that is as much longer, and so are its group's check blocks."""
+    manifest = described.manifest
+    manifest.head["data_bytes"] += 1
+    chunks = manifest.head["chunks"]
+    for n in (chunks - 1, *range(len(manifest.rows["blocks"]) - PARITY.m, len(manifest.rows["blocks"]))):
+        manifest.rows["blocks"][n][1] += 1
+
+
 def one_string_more(described: Members) -> None:
     described.manifest.strings += b"x"
     described.manifest.head["strings_length"] += 1
@@ -627,13 +657,13 @@ def swap_rows(table: str, a: int, b: int, column: int) -> Callable[[Members], No
 RULES: dict[str, tuple[Callable[[Members], None], str]] = {
     "magic": (lambda d: d.manifest.head.update(magic=b"STRIATE\0"), "does not begin"),
     "uuid": (lambda d: d.manifest.head.update(uuid=bytes(16)), "another generation"),
-    "a name twice": (with_names((1, "a")), "one name"),
-    "a name that is no UTF-8": (with_names((1, b"\xff")), "utf-8"),
-    "a surrogate in a name": (with_names((1, b"\xed\xa0\x80")), "utf-8"),
-    "the name of the metadata": (with_names((5, "__metadata__")), "__metadata__"),
-    "the name of the graph": (with_names((1, "__striate__.graph")), "not its own"),
-    "the index of another": (with_names((1, "__striate__.t.2")), "not its own"),
-    "a named storage called raw": (with_names((1, "__striate__.s.1")), "not its own"),
+    "a name twice": (with_names((2, "a")), "one name"),
+    "a name that is no UTF-8": (with_names((2, b"\xff")), "utf-8"),
+    "a surrogate in a name": (with_names((2, b"\xed\xa0\x80")), "utf-8"),
+    "the name of the metadata": (with_names((2, "__metadata__")), "__metadata__"),
+    "the name of the graph": (with_names((2, "__striate__.graph")), "not its own"),
+    "the index of another": (with_names((2, "__striate__.t.1")), "not its own"),
+    "a named storage called raw": (with_names((2, "__striate__.s.2")), "not its own"),
     "a raw storage with a name": (with_names((3, "raw")), "raw storage 3"),
     "a tie to a raw storage": (with_names((0, "x")), "tied name"),
     "two names for one tie": (with_names((0, "tied")), "tied name"),
@@ -651,6 +681,9 @@ RULES: dict[str, tuple[Callable[[Members], None], str]] = {
     "a block over the manifest": (row("blocks", 0, offset=4096 * 50), "overlaps the manifest"),
     "a block that ends past 2^63": (row("blocks", 0, offset=1 << 63), "too far"),
     "bytes after the end": (lambda d: setattr(d.manifest, "graph", d.manifest.graph + b"\0"), "end where it should"),
+    "a path too long": (long_path, "path is too long"),
+    "a location of no storage": (empty_run, "location has no storage"),
+    "data that no storage covers": (uncovered_byte, "do not cover the data"),
     "a string more": (one_string_more, "strings do not end"),
     "no graph bytes": (lambda d: d.manifest.head.update(graph_bytes=0), "length of its graph"),
     "a graph too long": (lambda d: d.manifest.head.update(graph_bytes=(1 << 30) + 1), "length of its graph"),
@@ -667,6 +700,16 @@ def test_a_manifest_that_breaks_a_rule_is_refused_by_it_though_its_digest_fits(r
     facts = superblock.decode(described.pack()[0][:4096], path="p")
     with pytest.raises(CorruptCheckpoint, match=message):
         extents.decode(raw, facts, path="p")
+
+
+def test_lengths_that_wrap_around_to_the_right_end_are_refused() -> None:
+    described = describe(Generation(Golden([Storage(name, "U8", (20,)) for name in "abc"]), 1, 1, 2))
+    half = (1 << 63) - 1
+    for n, (offset, length) in enumerate([(0, half), (half, half), (2 * half, 62)]):
+        described.manifest.rows["storages"][n][:2] = [offset, length]
+        described.manifest.rows["dimensions"][n][0] = length
+    assert (2 * half + 62) % (1 << 64) == described.manifest.head["data_bytes"]
+    assert verdicts(described) == (None, None)
 
 
 def test_a_manifest_whose_digest_does_not_fit_is_refused() -> None:
