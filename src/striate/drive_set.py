@@ -24,7 +24,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from striate import _engine
-from striate.drives import display, temporary_name
+from striate.drives import NO_LOCKS, display, temporary_name
 from striate.engines import Engine
 from striate.errors import (
     CorruptCheckpoint,
@@ -67,9 +67,8 @@ __all__ = [
 T = TypeVar("T")
 R = TypeVar("R")
 
-# Answers to flock of file systems without locks (Lustre without -o flock, NFS with nolock).
-NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
 _LOCK_NAP_S = 0.02
+_LOCK_TELL_S = 10
 
 
 @dataclass(eq=False)
@@ -446,10 +445,19 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 def locked(found: DriveSet, engine: Engine) -> Iterator[None]:
     """An exclusive flock on every usable drive of the set. A drive that cannot be locked becomes unusable."""
     order = sorted(found.usable, key=lambda drive: drive.uuid or drive.directory)
+    begun, told = time.monotonic(), False
     while True:
         locks = _try_all(order, engine)
         if locks is not None:
             break
+        if not told and time.monotonic() - begun > _LOCK_TELL_S:
+            told = True
+            warn(
+                f"another process has held the lock of {order[0].path} ({display(LOCK_NAME)}), or of another drive of "
+                f"the volume, for {_LOCK_TELL_S} s: this one waits for it. A save holds it for a moment: is that "
+                "process stopped, or its drive stuck?",
+                VolumeWarning,
+            )
         # All or nothing: two savers that see different labels would take them in different orders.
         time.sleep(_LOCK_NAP_S * (0.5 + random.random()))
     try:
@@ -502,6 +510,8 @@ def write_small(drive: Drive, name: bytes, content: bytes, engine: Engine) -> No
     fd = io.open(drive.dirfd, temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:
         try:
+            with contextlib.suppress(OSError):
+                io.lock(fd)  # or a save of a plain file beside it might sweep it
             memory = np.frombuffer(content, np.uint8)
             extents = np.zeros(1, _engine.EXTENT_DTYPE)
             extents["addr"], extents["length"] = memory.ctypes.data, len(content)
@@ -512,9 +522,9 @@ def write_small(drive: Drive, name: bytes, content: bytes, engine: Engine) -> No
             except _engine.RunError as e:
                 raise OSError(-e.code if -4096 < e.code < 0 else errno.EIO, "write") from None
             io.sync(fd)
+            io.rename(drive.dirfd, temporary, name)
         finally:
             io.close(fd)
-        io.rename(drive.dirfd, temporary, name)
     except BaseException:
         with contextlib.suppress(OSError):
             io.unlink(drive.dirfd, temporary)

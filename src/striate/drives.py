@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from striate.errors import drive_error
 
 __all__ = [
+    "NO_LOCKS",
     "FileMap",
     "Place",
     "display",
@@ -27,6 +28,9 @@ __all__ = [
     "resolve",
     "temporary_name",
 ]
+
+# Answers to flock of file systems without locks (Lustre without -o flock, NFS with nolock).
+NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
 
 _LINKS_MAX = 40  # as the kernel's own limit on following links (path_resolution(7))
 _DESCRIPTORS = re.compile(rb"/proc/[0-9]+/(task/[0-9]+/)?fd\Z")

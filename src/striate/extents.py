@@ -23,7 +23,9 @@ from striate.manifest import (
     DTYPE_BYTES,
     GRAPH_BYTES_MAX,
     Manifest,
+    check_shape,
     chunk_seed,
+    in_utf8,
     plain_bytes,
 )
 from striate.placement import Blocks
@@ -173,11 +175,11 @@ def encode(
     pairs = [
         (other.encode("utf-8"), kept.encode("utf-8"))
         for other, kept in ties.items()
-        if _in_utf8(other)  # the graph knows of it anyhow
+        if in_utf8(other)  # the graph knows of it anyhow
     ]
     kinds = {kind: kind for kind in zip(table.dtypes, table.shapes, strict=True)}
     for dtype, shape in (*kinds, *((plain.dtype, plain.shape) for plain in table.tensors.values())):
-        _check_shape(dtype, shape)
+        check_shape(dtype, shape)
 
     storages = np.zeros(len(names), STORAGE)
     storages["offset"], storages["length"] = table.offsets, table.lengths
@@ -236,23 +238,6 @@ def encode(
 
 def _rows(dtype: np.dtype[np.void], rows: Sequence[tuple[Any, ...]]) -> bytes:
     return np.array(list(rows), dtype).tobytes() if rows else b""
-
-
-def _in_utf8(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _check_shape(dtype: str, shape: tuple[int, ...]) -> None:
-    try:
-        plain_bytes(dtype, shape)
-    except OverflowError as e:
-        raise FormatError(
-            f"save refused: {e}, even if it has no elements. Nothing was written. Leave that tensor out."
-        ) from None
 
 
 # ---- reading ---------------------------------------------------------------

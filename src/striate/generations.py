@@ -7,22 +7,19 @@ what was recorded.
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from striate.drive_set import Drive, DriveSet, open_beneath, read_small
+from striate.drive_set import Drive, DriveSet, read_small
 from striate.drives import display, is_temporary_name
 from striate.engines import Engine
 from striate.errors import (
     CorruptCheckpoint,
     DriveError,
-    FormatError,
     StriateError,
     UnsupportedFormat,
-    drive_error,
 )
 from striate.superblock import Superblock, decode, decode_tombstone, is_member, tombstone_name
 
@@ -156,7 +153,10 @@ def _gone(drive: Drive, name: bytes, engine: Engine) -> int:
 
 
 def temporaries_on(drive: Drive, engine: Engine) -> Iterator[tuple[bytes, Superblock | None]]:
-    """The temporaries of a drive; None where there is no superblock that can be read (not written yet, or never)."""
+    """The temporaries of a drive; None where there is no whole superblock (not written yet, or never).
+
+    Those of a newer version, and those that cannot be read, are left out: nobody here can judge them.
+    """
     try:
         files = [os.fsencode(file) for file in os.listdir(drive.dirfd)]
     except OSError:
@@ -164,9 +164,9 @@ def temporaries_on(drive: Drive, engine: Engine) -> Iterator[tuple[bytes, Superb
     for file in filter(is_temporary_name, files):
         try:
             yield file, look_at(drive, file, engine)
-        except (CorruptCheckpoint, FormatError):
+        except CorruptCheckpoint:
             yield file, None
-        except (DriveError, OSError):
+        except (UnsupportedFormat, OSError):
             continue
 
 
@@ -209,11 +209,3 @@ def _walk(dirfd: int) -> Iterator[bytes]:
             continue
         finally:
             os.close(fd)
-
-
-def open_found(member: Found, engine: Engine, flags: int) -> int:
-    """A descriptor of a member. Raises DriveError."""
-    try:
-        return open_beneath(member.drive.dirfd, member.file, flags, engine)
-    except OSError as e:
-        raise drive_error(e.errno or errno.EIO, "open", path=member.path, drive=member.drive.path) from None

@@ -41,10 +41,12 @@ __all__ = [
     "HEADER_BYTES_WRITE_MAX",
     "VERSION",
     "Manifest",
+    "check_shape",
     "chunk_seed",
     "decode",
     "encode",
     "header_length",
+    "in_utf8",
     "pack_graph",
     "seal",
     "unpack_graph",
@@ -215,7 +217,7 @@ def encode(
     pairs["striate.chunks"] = base64.b64encode(bytes(digests_length)).decode("ascii")
     for other, kept in ties.items():
         # Other tools lose these names; the graph has them all.
-        if other != "format" and not other.startswith(_OURS) and _in_utf8(other):
+        if other != "format" and not other.startswith(_OURS) and in_utf8(other):
             pairs[other] = kept
 
     metadata = ",".join(f"{_quoted(key)}:{_quoted(value)}" for key, value in pairs.items())
@@ -249,7 +251,8 @@ def _base64_length(length: int) -> int:
     return 4 * -(-length // 3)
 
 
-def _in_utf8(text: str) -> bool:
+def in_utf8(text: str) -> bool:
+    """Can the text be stored? Lone surrogates cannot."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -268,7 +271,7 @@ def _entries_text(table: Table) -> Iterator[str]:
     # A million entries have a few hundred different kinds.
     kinds: dict[tuple[str, tuple[int, ...]], str] = {}
     for plain in table.tensors.values():
-        _check_shape(plain.dtype, plain.shape)
+        check_shape(plain.dtype, plain.shape)
     for name, dtype, shape, start, end in zip(
         table.names,
         table.dtypes,
@@ -279,7 +282,7 @@ def _entries_text(table: Table) -> Iterator[str]:
     ):
         kind = kinds.get((dtype, shape))
         if kind is None:
-            _check_shape(dtype, shape)
+            check_shape(dtype, shape)
             dimensions = ",".join(map(str, shape))
             kind = kinds[dtype, shape] = f':{{"dtype":"{dtype}","shape":[{dimensions}],"data_offsets":['
         yield f",{_quoted(name)}{kind}{start},{end}]}}"
@@ -288,7 +291,8 @@ def _entries_text(table: Table) -> Iterator[str]:
         yield f',"{GRAPH_NAME}":{{"dtype":"U8","shape":[{length}],"data_offsets":[{start},{start + length}]}}'
 
 
-def _check_shape(dtype: str, shape: tuple[int, ...]) -> None:
+def check_shape(dtype: str, shape: tuple[int, ...]) -> None:
+    """Raises FormatError for a shape that no reader could take."""
     # torch makes some tensors without elements that no reader could take.
     try:
         plain_bytes(dtype, shape)

@@ -24,6 +24,7 @@ from striate.engines import Engine
 from striate.errors import CorruptCheckpoint, FormatError, StriateError, drive_error
 
 __all__ = [
+    "READ_INTO_ADVICE",
     "Member",
     "Readable",
     "chunks_of",
@@ -39,7 +40,8 @@ __all__ = [
 
 Progress = Callable[[int], None]
 
-_READ_ADVICE = {errno.EFAULT: "The memory to read into cannot be written: is a target a read-only mapping?"}
+READ_INTO_ADVICE = "The memory to read into cannot be written: is a target a read-only mapping?"
+_READ_ADVICE = {errno.EFAULT: READ_INTO_ADVICE}
 
 _AT_FDCWD = -100  # linux/fcntl.h
 

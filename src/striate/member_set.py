@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from striate import _engine, groups, image
-from striate.drive_set import Drive, DriveSet, give_up, open_beneath, open_drives
+from striate.drive_set import Drive, DriveSet, give_up, open_beneath
 from striate.drives import display
 from striate.engines import Engine
 from striate.errors import (
@@ -32,34 +32,39 @@ from striate.errors import (
     drive_error,
 )
 from striate.extents import CHECK_INDEX_FIRST, MemberManifest, decode
-from striate.generations import Found, Generation, Scan, look_at, scan
-from striate.member import engine_file
+from striate.generations import Found, Generation
+from striate.member import READ_INTO_ADVICE, engine_file
 from striate.notices import warn
-from striate.superblock import Superblock
+from striate.superblock import SUPERBLOCK_BYTES, Superblock
+from striate.superblock import decode as decode_superblock
 
-__all__ = ["MemberSet", "Trouble", "choose", "open_from_member", "open_generation"]
+__all__ = ["MemberMoved", "MemberSet", "OpenMember", "Trouble", "open_member"]
 
 Progress = Callable[[int], None]
 
 _NAMES_MOST = 4
+_BUDGET_BYTES = 256 << 20  # of the engine's slots, when nothing else is said
 
 
 @dataclass
 class Trouble:
-    """What is wrong with one member: ``missing`` says why it is not there at all, else blocks failed."""
+    """What is wrong with one member: ``missing`` says why it is not there at all, else blocks failed.
+
+    ``absent``: it was not found, and may be on a drive that is not here.
+    """
 
     drive: str
     missing: str = ""
+    absent: bool = False
     blocks: int = 0
     first: str = ""
-    seen: list[tuple[int, int, str]] = field(default_factory=list)  # block row, offset, reason
 
     def __str__(self) -> str:
         return self.missing or f"{self.blocks} block(s) could not be used, the first {self.first}"
 
 
 @dataclass(eq=False)
-class _OpenMember:
+class OpenMember:
     """One open member. Owns its descriptor."""
 
     found: Found
@@ -103,12 +108,14 @@ class MemberSet:
         self.drives = drives
         self.engine = engine
         self.hang_timeout_s = hang_timeout_s
-        self.members: dict[int, _OpenMember] = {}
+        self.members: dict[int, OpenMember] = {}
         self.troubles: dict[int, Trouble] = {}
         self._manifest: MemberManifest | None = None
         self.manifest_raw = b""
+        self._like: Superblock | None = None
         self._bad: NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._told = False
+        self._unreadable: dict[Drive, str] = {}
 
     @property
     def manifest(self) -> MemberManifest:
@@ -131,21 +138,31 @@ class MemberSet:
         self.close()
 
     def close(self) -> None:
+        self.close_members()
+        self.drives.close()
+
+    def close_members(self) -> None:
         for member in self.members.values():
             # A drive that hangs makes close wait, too: its descriptor stays.
             if member.found.drive.usable:
                 with contextlib.suppress(OSError):
                     self.engine.io.close(member.fd)
         self.members.clear()
-        self.drives.close()
 
     # ---- opening ---------------------------------------------------------
 
     def open(self, notes: dict[Drive, str]) -> None:
-        """Opens every member found and reads the manifest of the first that is whole. Raises DataLost if none is."""
+        """Opens every member found and reads the manifest of the first that is whole.
+
+        ``notes``: drives whose member could not be told. Raises DataLost if no manifest is whole, MemberMoved when a
+        save replaced a member since it was found.
+        """
+        self._unreadable = notes
         for number, found in sorted(self.generation.members.items()):
             try:
-                self.members[number] = _open_member(found, self.engine)
+                self.members[number] = open_member(found, self.engine)
+            except MemberMoved:
+                raise
             except StriateError as e:
                 self.troubles[number] = Trouble(found.drive.path, missing=str(e))
         for number, member in list(self.members.items()):
@@ -154,6 +171,7 @@ class MemberSet:
                 if self._manifest is None:
                     self._manifest = decode(raw, member.found.superblock, path=member.found.path)
                     self.manifest_raw = raw
+                    self._like = member.found.superblock
             except UnsupportedFormat:
                 raise
             except StriateError as e:
@@ -166,11 +184,25 @@ class MemberSet:
                 path=self.path,
                 drives=reasons,
             )
+        self._drop_strangers()
         blocks = self._manifest.blocks
         self._bad = np.zeros(len(blocks.offset), np.bool_)
         self._note_missing(notes)
 
-    def _manifest_bytes(self, member: _OpenMember) -> bytes:
+    def _drop_strangers(self) -> None:
+        """A superblock that tells of another manifest is none of this generation, whatever uuid it bears."""
+        like = self.superblock
+        for number, member in list(self.members.items()):
+            if _facts(member.found.superblock) != _facts(like):
+                self._drop(number, "its superblock disagrees with the other members'")
+
+    @property
+    def superblock(self) -> Superblock:
+        """That of the member whose manifest was taken, which all others are like."""
+        assert self._like is not None
+        return self._like
+
+    def _manifest_bytes(self, member: OpenMember) -> bytes:
         block = member.found.superblock
         try:
             raw = self.engine.io.read(member.fd, block.manifest_bytes, block.manifest_offset)
@@ -213,7 +245,9 @@ class MemberSet:
             if drive is not None:
                 reason = notes.get(drive, "") or drive.trouble
             self.troubles[number] = Trouble(
-                drive.path if drive else display(path), missing=reason or "its member was not found"
+                drive.path if drive else display(path),
+                missing=reason or "its member was not found",
+                absent=drive is None or not drive.usable or not reason,
             )
 
     def _drop(self, number: int, reason: str) -> None:
@@ -246,7 +280,7 @@ class MemberSet:
 
         Raises DataLost (MissingMember when members are missing) with the tensors that are gone.
         """
-        lost = self.read_blocks(pieces.chunk, pieces, verify=verify, progress=progress)
+        lost = self.read_blocks(pieces.chunk, pieces, verify=verify, keep_going=keep_going, progress=progress)
         if len(lost) and not keep_going:
             raise self.data_lost(lost)
         self.tell()
@@ -258,9 +292,13 @@ class MemberSet:
         pieces: image.Pieces,
         *,
         verify: bool,
+        keep_going: bool = False,
         progress: Progress | None = None,
     ) -> NDArray[np.int64]:
-        """Reads blocks by their rows in the manifest into the memory that the pieces name; the rows that are lost."""
+        """Reads blocks by their rows in the manifest into the memory that the pieces name; the rows that are lost.
+
+        Without ``keep_going`` nothing more is read, and no memory overwritten, once one is known to be lost.
+        """
         pending = np.arange(len(rows))
         lost: list[int] = []
         hopeless: set[int] = set()
@@ -268,7 +306,7 @@ class MemberSet:
         while len(pending):
             tables, gone = self._plan(rows, pending, hopeless)
             lost.extend(gone)
-            if not tables.rows:
+            if not tables.rows or (lost and not keep_going):
                 break
             base = done_bytes
             report = None if progress is None else lambda done, base=base: progress(base + done)
@@ -475,6 +513,7 @@ class MemberSet:
                 keep_going=True,
                 progress=progress,
                 hang_timeout_s=self.hang_timeout_s,
+                budget_bytes=self._budget_bytes(tables),
             )
         except _engine.RunError as e:
             if e.code != _engine.EHUNG:
@@ -483,9 +522,15 @@ class MemberSet:
                 ) from e
             member = self.members.pop(numbers[e.file])
             error = give_up(member.found.drive, "read", self.hang_timeout_s)
-            self.troubles[numbers[e.file]] = Trouble(member.found.drive.path, missing=str(error))
+            self.troubles[numbers[e.file]] = Trouble(member.found.drive.path, missing=str(error), absent=True)
             return None
         return rows, results, places
+
+    def _budget_bytes(self, tables: _Tables) -> int:
+        """0, the engine's own budget, unless one group needs more: what was written must be read."""
+        widest = max((inputs + outputs for _, _, inputs, outputs in tables.groups), default=1)
+        needed = widest * self.manifest.chunk_bytes
+        return needed if needed > _BUDGET_BYTES else 0
 
     def _jobs(
         self,
@@ -559,6 +604,9 @@ class MemberSet:
                 failed.add(tables.wants[at])
             if code in (_engine.EINPUT, _engine.ESKIPPED):
                 continue
+            if code == -errno.EFAULT:
+                # The memory's fault: no copy and no recovery would help.
+                raise drive_error(errno.EFAULT, "read", path=self.path, state="", advice=READ_INTO_ADVICE)
             if tables.outputs[at]:
                 # Its inputs were what was written, and it is not: nothing else is left to compute it from.
                 hopeless.add(row)
@@ -581,7 +629,6 @@ class MemberSet:
         if not trouble.blocks:
             trouble.first = f"at offset {offset} ({reason})"
         trouble.blocks += 1
-        trouble.seen.append((row, offset, reason))
 
     # ---- telling ---------------------------------------------------------
 
@@ -598,9 +645,9 @@ class MemberSet:
         )
 
     def _newer(self) -> str:
-        if not self.drives.missing:
+        if not self.drives.missing and not self._unreadable:
             return ""
-        return " A newer generation could be on a drive that is missing."
+        return " A newer generation could be on a drive that is missing, or in a member that cannot be read."
 
     def _wrong(self) -> list[str]:
         return [f"drive {trouble.drive}: {trouble}" for _, trouble in sorted(self.troubles.items())]
@@ -610,7 +657,7 @@ class MemberSet:
         names = self.tensors_in(rows)
         shown = ", ".join(names[:_NAMES_MOST]) or "no tensor"
         more = f" and {len(names) - _NAMES_MOST} more" if len(names) > _NAMES_MOST else ""
-        missing = [t for t in self.troubles.values() if t.missing]
+        missing = [t for t in self.troubles.values() if t.absent]
         shape = self.manifest.blocks.shape
         advice = "Mount or name the drives that are missing, or load" if missing else "Load"
         kind = MissingMember if missing else DataLost
@@ -647,7 +694,16 @@ def reason_of(code: int) -> str:
     return f"engine code {code}"
 
 
-def _open_member(found: Found, engine: Engine) -> _OpenMember:
+class MemberMoved(Exception):
+    """A member is not where, or not what, it was found to be: a save has replaced it meanwhile."""
+
+
+def _facts(block: Superblock) -> tuple[object, ...]:
+    return block.uuid, block.members, block.shape, block.chunk_bytes, block.manifest_digest
+
+
+def open_member(found: Found, engine: Engine) -> OpenMember:
+    """Opens a member, and makes sure that it is the one found. Raises DriveError, FormatError, MemberMoved."""
     flags = os.O_RDONLY | os.O_NOCTTY
     try:
         try:
@@ -656,144 +712,29 @@ def _open_member(found: Found, engine: Engine) -> _OpenMember:
             if e.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
             fd, direct = open_beneath(found.drive.dirfd, found.file, flags, engine), False
+    except FileNotFoundError:
+        raise MemberMoved from None
     except OSError as e:
         raise drive_error(e.errno or errno.EIO, "open", path=found.path, drive=found.drive.path) from None
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise FormatError(f"{found.path} is not a regular file.")
-        return _OpenMember(found, fd, engine_file(fd, direct))
+        if not _is_still(found, fd, engine):
+            raise MemberMoved
+        return OpenMember(found, fd, engine_file(fd, direct))
     except BaseException:
         with contextlib.suppress(OSError):
             engine.io.close(fd)
         raise
 
 
-# ---- which generation ------------------------------------------------------
-
-
-def choose(found: Scan, path: str, drives: DriveSet, generation: str | int | None = None) -> Generation:
-    """The newest committed generation, or the one asked for (uuid in hex, or sequence number).
-
-    Raises FileNotFoundError (a DriveError) if there is none, CorruptCheckpoint if only damaged members were found.
-    """
-    committed = found.committed
-    if generation is not None:
-        for candidate in committed:
-            if generation in (candidate.uuid.hex(), candidate.sequence):
-                return candidate
-        known = ", ".join(f"{g.uuid.hex()} ({g.sequence})" for g in committed) or "none"
-        raise FormatError(f"{path} has no generation {generation}; there are: {known}.")
-    if committed:
-        return committed[0]
-    if found.troubles:
-        reasons = "; ".join(f"drive {drive.path}: {reason}" for drive, reason in found.troubles.items())
-        raise CorruptCheckpoint(
-            f"{path} cannot be read: {reasons}. Load an earlier checkpoint.", path=path, region="superblock"
-        )
-    absent = drives.troubles()
-    advice = "There is no checkpoint of that name on the drives."
-    if absent:
-        advice += f" But not all drives are there: {'; '.join(absent)}."
-    raise drive_error(errno.ENOENT, "load", path=path, advice=advice)
-
-
-def open_generation(
-    drives: DriveSet,
-    name: bytes,
-    engine: Engine,
-    *,
-    path: str | None = None,
-    generation: str | int | None = None,
-    hang_timeout_s: float = 0.0,
-) -> MemberSet:
-    """Opens a checkpoint of a volume for reading. The set owns ``drives`` from here on, also when this raises."""
-    shown = path or display(name)
+def _is_still(found: Found, fd: int, engine: Engine) -> bool:
     try:
-        found = scan(drives, name, engine)
-        chosen = choose(found, shown, drives, generation)
-    except BaseException:
-        drives.close()
-        raise
-    opened = MemberSet(shown, chosen, drives, engine, hang_timeout_s=hang_timeout_s)
-    try:
-        opened.open(found.troubles)
-    except BaseException:
-        opened.close()
-        raise
-    return opened
-
-
-def open_from_member(
-    path: str | bytes,
-    engine: Engine,
-    *,
-    drives: Sequence[str | bytes | os.PathLike[str]] | None = None,
-    generation: str | int | None = None,
-) -> MemberSet:
-    """Opens the whole checkpoint from the path of one member; ``drives`` overrides where the others are looked for.
-
-    Raises FormatError, CorruptCheckpoint, DataLost, DriveError.
-    """
-    raw = os.path.abspath(os.fsencode(path))
-    directory, file = os.path.split(raw)
-    home = open_drives([directory], engine, labels=False)
-    try:
-        superblock = look_at(home.drives[0], file, engine)
-        if superblock is None:
-            raise FormatError(f"{display(raw)} is no member of a striate checkpoint.")
-        in_place = raw.endswith(b"/" + superblock.name)
-        root = raw[: -len(superblock.name) - 1] or b"/" if in_place else directory
-        roots = [
-            root,
-            *(drives if drives is not None else _recorded(home.drives[0], file, superblock, engine)),
-        ]
-    finally:
-        home.close()
-    found = open_drives(roots, engine, labels=False)
-    try:
-        seen = scan(found, superblock.name, engine)
-        if not in_place:
-            # Moved or copied under another name: this generation, whatever else bears the recorded name.
-            generation = generation or superblock.uuid.hex()
-            _add(seen, Found(found.drives[0], file, True, superblock))
-        chosen = choose(seen, display(raw), found, generation)
-    except BaseException:
-        found.close()
-        raise
-    opened = MemberSet(display(raw), chosen, found, engine)
-    try:
-        opened.open(seen.troubles)
-    except BaseException:
-        opened.close()
-        raise
-    return opened
-
-
-def _add(seen: Scan, member: Found) -> None:
-    block = member.superblock
-    for generation in seen.generations:
-        if generation.uuid == block.uuid:
-            break
-    else:
-        generation = Generation(block.name, block.uuid, block.sequence)
-        seen.generations.append(generation)
-    generation.committed = True
-    generation.members[block.member] = member
-
-
-def _recorded(drive: Drive, file: bytes, superblock: Superblock, engine: Engine) -> list[bytes]:
-    """Where the manifest of a member says that the others were: paths to look at, and to trust in nothing else."""
-    member = Found(drive, file, True, superblock)
-    try:
-        opened = _open_member(member, engine)
-    except StriateError:
-        return []
-    try:
-        raw = engine.io.read(opened.fd, superblock.manifest_bytes, superblock.manifest_offset)
-        held = decode(raw, superblock, path=member.path)
-    except (StriateError, OSError, EOFError):
-        return []
-    finally:
-        with contextlib.suppress(OSError):
-            engine.io.close(opened.fd)
-    return [path for _, path in held.drives if os.path.isabs(path)]
+        block = decode_superblock(engine.io.read(fd, SUPERBLOCK_BYTES, 0), path=found.path)
+    except EOFError:
+        return False
+    except OSError as e:
+        raise drive_error(
+            e.errno or errno.EIO, "read", path=found.path, drive=found.drive.path, offset=0
+        ) from None
+    return block == found.superblock

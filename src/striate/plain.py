@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from striate import _engine, image, manifest
 from striate.drives import (
+    NO_LOCKS,
     Place,
     display,
     file_maps,
@@ -63,11 +64,6 @@ _HEADER_BLOCK_BYTES = 4 << 20
 # table of an old checkpoint for one number would cost as much as writing it.
 _SEQUENCE = re.compile(rb'"striate\.sequence":"([0-9]{20})"')
 _SEQUENCE_MAX = 1 << 62  # nanoseconds: the year 2116
-
-# Answers to flock of file systems without locks (Lustre without -o flock, NFS
-# with nolock). A temporary is then not locked, and no sweep there, which needs
-# the lock, removes it: what a killed saver leaves stays until a person looks.
-_NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
 
 
 @dataclass(frozen=True)
@@ -313,7 +309,9 @@ class Temporary:
             except BlockingIOError:
                 pass
             except OSError as e:
-                if e.errno in _NO_LOCKS:
+                if e.errno in NO_LOCKS:
+                    # No sweep there, which needs the lock, removes it: what a killed saver leaves
+                    # stays until a person looks.
                     return
                 self.fail(e.errno or errno.EIO, "lock")
             self.abort()

@@ -7,7 +7,7 @@ what was there is replaced at one moment, or not at all.
 
 from __future__ import annotations
 
-import errno
+import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,16 +15,25 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from striate import _engine, extents, image
-from striate.drive_set import Drive, DriveSet
+from striate import image
+from striate.drive_set import Drive, DriveSet, locked
 from striate.drives import Place, display
 from striate.engines import Engine
+from striate.errors import DataLost
+from striate.generations import scan
 from striate.manifest import DIGEST_BYTES
 from striate.member_set import MemberSet
+from striate.member_writer import (
+    make_parents,
+    rename_into_place,
+    sync_name,
+    write_blocks,
+    write_manifest,
+    write_superblock,
+)
 from striate.plain import Temporary, padded
 from striate.scrub import Damage, VerifyReport
-from striate.superblock import SUPERBLOCK_BYTES, Superblock
-from striate.transaction import make_parents, rename_into_place, sync_name, write_whole
+from striate.superblock import Superblock
 
 __all__ = ["MemberHealth", "Repaired", "VolumeReport", "repair_generation", "verify_set"]
 
@@ -67,6 +76,24 @@ class VolumeReport(VerifyReport):
     @property
     def recoverable(self) -> bool:
         return not self.lost
+
+    def raise_if_damaged(self) -> None:
+        """Raises DataLost if something cannot be restored; what the layout makes up for can be loaded."""
+        if not self.lost:
+            return
+        wrong = tuple(
+            f"drive {m.drive}: {m.missing or f'{len(m.damages)} damaged block(s)'}"
+            for m in self.members
+            if not m.ok
+        )
+        raise DataLost(
+            f"{self.path} cannot be read whole: {'; '.join(wrong)}. Gone: {', '.join(self.lost[:8])}"
+            f"{f' and {len(self.lost) - 8} more' if len(self.lost) > 8 else ''}. Mount the drives that are missing, or "
+            "load an earlier generation.",
+            path=self.path,
+            tensors=self.lost,
+            drives=wrong,
+        )
 
 
 @dataclass(frozen=True)
@@ -157,93 +184,92 @@ def _lost(opened: MemberSet) -> list[str]:
 def repair_generation(
     opened: MemberSet, drives: DriveSet, engine: Engine, *, progress: Progress | None = None
 ) -> Repaired:
-    """Writes a whole new member for each that is missing or damaged and whose drive is there. The locks are held.
+    """Writes a whole new member for each that is missing or damaged and whose drive is there.
 
-    Raises DataLost, before anything is written, if something cannot be restored; DriveError if a drive fails, which
-    leaves what was there.
+    Saves go on meanwhile: the locks are taken for the renames alone, and a generation that has been replaced by then
+    is left as it is. Raises DataLost, before anything is written, if something cannot be restored; DriveError if a
+    drive fails, which leaves what was there.
     """
     held = opened.manifest
     report = verify_set(opened)
     unrecoverable = opened.unrecoverable()
     if len(unrecoverable):
         raise opened.data_lost(unrecoverable)
-    block = opened.generation.superblock
-    written, total = [], 0
-    numbers = [member.number for member in report.members if not member.ok]
-    targets = {number: drives.by_uuid(held.drives[number][0]) for number in numbers}
-    whole = frozenset(n for n in range(len(held.drives)) if n not in numbers or targets.get(n) is not None)
-    raw = opened.manifest_raw
-    for number in numbers:
-        drive = targets[number]
-        if drive is None:
-            continue
-        total += _write_member(opened, number, drive, block, raw, whole, engine, progress)
+    bad = [member.number for member in report.members if not member.ok]
+    targets = {n: drive for n in bad if (drive := drives.by_uuid(held.drives[n][0])) is not None}
+    whole = frozenset(n for n in range(len(held.drives)) if n not in bad or n in targets)
+    written: list[str] = []
+    total = 0
+    for number, drive in targets.items():
+        block = _superblock(opened, number, whole)
+        if not _write_member(opened, block, drive, drives, engine, progress):
+            break
+        total += block.manifest_offset + block.manifest_bytes
         written.append(drive.path)
     return Repaired(display(opened.generation.name), held.uuid.hex(), tuple(written), total)
 
 
+def _superblock(opened: MemberSet, number: int, whole: frozenset[int]) -> Superblock:
+    """That of a new member, like those of the others."""
+    return dataclasses.replace(
+        opened.superblock,
+        drive=opened.manifest.drives[number][0],
+        member=number,
+        manifest_offset=int(opened.manifest.blocks.member_bytes[number]),
+        whole=whole,
+    )
+
+
 def _write_member(
     opened: MemberSet,
-    number: int,
+    block: Superblock,
     drive: Drive,
-    like: Superblock,
-    raw: bytes,
-    whole: frozenset[int],
+    drives: DriveSet,
     engine: Engine,
     progress: Progress | None,
-) -> int:
-    held = opened.manifest
-    blocks = held.blocks
-    rows = np.flatnonzero(blocks.member == number)
-    ends = blocks.offset[rows] + blocks.length[rows]
-    manifest_offset = padded(max(SUPERBLOCK_BYTES, int(ends.max()) if len(rows) else 0))
-    name = opened.generation.name
+) -> bool:
+    """A whole new member in the place of the old one. False: a save has replaced the generation meanwhile."""
     try:
-        existing = os.stat(name, dir_fd=drive.dirfd, follow_symlinks=False)
+        existing = os.stat(block.name, dir_fd=drive.dirfd, follow_symlinks=False)
     except OSError:
         existing = None
-    state = "The checkpoint is as it was."
-    temporary = Temporary(engine, drive.dirfd, Place(drive.directory, name, existing), state)
+    place = Place(drive.directory, block.name, existing)
+    temporary = Temporary(engine, drive.dirfd, place, "The checkpoint is as it was.")
     try:
-        temporary.create(held.uuid)
+        temporary.create(block.uuid)
         temporary.take_mode()
-        temporary.allocate(padded(manifest_offset + len(raw)))
-        _copy_blocks(opened, rows, temporary, engine, progress)
-        block = Superblock(
-            uuid=like.uuid,
-            sequence=opened.generation.sequence,
-            volume=like.volume,
-            drive=held.drives[number][0],
-            member=number,
-            members=like.members,
-            shape=like.shape,
-            chunk_bytes=like.chunk_bytes,
-            manifest_offset=manifest_offset,
-            manifest_bytes=len(raw),
-            manifest_digest=extents.manifest_digest(raw, held.uuid),
-            whole=whole,
-            name=name,
-        )
-        with temporary.step("repair"):
-            make_parents(drive, name, engine)
-            write_whole(temporary, raw, block, engine, in_order=True)
-            rename_into_place(drive, temporary.name, name, engine)
-            temporary.name = b""
-            sync_name(drive, name, engine)
+        temporary.allocate(padded(block.manifest_offset + block.manifest_bytes))
+        _copy_blocks(opened, block.member, temporary, engine, progress)
+        write_manifest(temporary, opened.manifest_raw, block.manifest_offset, engine)
+        with temporary.step("sync"):
+            # Its generation is committed already: a superblock that a power cut kept alone would make a member of
+            # what is none.
+            engine.io.sync(temporary.fd)
+        with locked(drives, engine):
+            if not _is_newest(drives, block, engine):
+                return False
+            write_superblock(temporary, block, engine)
+            with temporary.step("rename"):
+                make_parents(drive, block.name, engine)
+                rename_into_place(drive, temporary.name, block.name, engine)
+                temporary.name = b""
+                sync_name(drive, block.name, engine)
     finally:
         temporary.abort()
-    return manifest_offset + len(raw)
+    return True
+
+
+def _is_newest(drives: DriveSet, block: Superblock, engine: Engine) -> bool:
+    committed = scan(drives, block.name, engine).committed
+    return bool(committed) and committed[0].uuid == block.uuid
 
 
 def _copy_blocks(
-    opened: MemberSet,
-    rows: NDArray[np.int64],
-    temporary: Temporary,
-    engine: Engine,
-    progress: Progress | None,
+    opened: MemberSet, number: int, temporary: Temporary, engine: Engine, progress: Progress | None
 ) -> None:
     """Reads or recovers the blocks of a member, a batch at a time, and writes them to its new file."""
     blocks = opened.manifest.blocks
+    rows = np.flatnonzero(blocks.member == number)
     lengths = blocks.length[rows].astype(np.int64)
     per_batch = max(1, _BATCH_BYTES // max(1, int(lengths.max()) if len(lengths) else 1))
     done = 0
@@ -252,27 +278,20 @@ def _copy_blocks(
         sizes = lengths[first : first + per_batch]
         starts = np.cumsum(sizes) - sizes
         memory = np.empty(int(sizes.sum()), np.uint8)
+        addresses = np.uint64(memory.ctypes.data) + starts.astype(np.uint64)
         pieces = image.Pieces(
             first=np.arange(len(batch), dtype=np.uint64),
             count=np.ones(len(batch), np.uint32),
             offset=starts,
             job_length=sizes,
             chunk=batch,
-            addr=np.uint64(memory.ctypes.data) + starts.astype(np.uint64),
+            addr=addresses,
             length=sizes.astype(np.uint64),
         )
         lost = opened.read_blocks(batch, pieces, verify=True)
         if len(lost):
             raise opened.data_lost(lost)
-        jobs = np.zeros(len(batch), _engine.JOB_DTYPE)
-        table = np.zeros(len(batch), _engine.EXTENT_DTYPE)
-        table["addr"], table["length"] = pieces.addr, pieces.length
-        jobs["offset"], jobs["length"] = blocks.offset[batch], sizes
-        jobs["extent_first"], jobs["extents_count"] = np.arange(len(batch)), 1
-        try:
-            engine.run("write", [temporary.file()], jobs, table)
-        except _engine.RunError as e:
-            temporary.fail(-e.code if -4096 < e.code < 0 else errno.EIO, "write", e.offset)
+        write_blocks(temporary, blocks.offset[batch], addresses, sizes.astype(np.uint64), engine)
         done += int(sizes.sum())
         if progress is not None:
             progress(done)

@@ -35,9 +35,10 @@ from striate.errors import (
     VolumeWarning,
 )
 from striate.member import Readable
-from striate.member_set import MemberSet, open_from_member
+from striate.member_set import MemberSet
 from striate.merge import Merge
 from striate.notices import warn
+from striate.opening import open_from_member
 from striate.progress import ProgressChoice, shown
 from striate.superblock import MAGIC, is_member
 from striate.transaction import MemberReport

@@ -15,7 +15,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,19 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from striate import _engine, extents, groups, image, manifest
-from striate.drive_set import (
-    NO_LOCKS,
-    Drive,
-    DriveSet,
-    each,
-    give_up,
-    locked,
-    open_beneath,
-    parent_of,
-    read_labels,
-    write_labels,
-    write_small,
-)
+from striate.drive_set import Drive, DriveSet, each, give_up, locked, read_labels, write_labels
 from striate.drives import Place, display, free_bytes
 from striate.engines import Engine
 from striate.errors import (
@@ -46,28 +34,26 @@ from striate.errors import (
     VolumeWarning,
     drive_error,
 )
-from striate.generations import look_at, scan, temporaries_on
+from striate.generations import look_at, scan
 from striate.graph import Graph
+from striate.leftovers import finish_others
 from striate.member import fill_tables
+from striate.member_writer import (
+    make_parents,
+    rename_into_place,
+    sync_name,
+    write_manifest,
+    write_superblock,
+)
 from striate.notices import warn
 from striate.placement import Blocks, place
 from striate.plain import Generation, Temporary, addresses_of, over_files, padded
-from striate.superblock import (
-    SUPERBLOCK_BYTES,
-    TOMBSTONE_PREFIX,
-    Superblock,
-    Tombstone,
-    decode_tombstone,
-    encode,
-    encode_tombstone,
-    tombstone_name,
-)
+from striate.superblock import SUPERBLOCK_BYTES, Superblock
 
-__all__ = ["Layout", "MemberReport", "Written", "delete", "finish_others", "write_members", "write_whole"]
+__all__ = ["Layout", "MemberReport", "Written", "write_members"]
 
 Progress = Callable[[int], None]
 
-_BLOCK_BYTES = 4 << 20  # manifests go through the engine in pieces of this
 _NEVER_DEGRADES = (errno.ENOSPC, errno.EDQUOT)  # one full drive must not cost redundancy for ever
 
 
@@ -113,10 +99,6 @@ class Written:
     opaque_count: int
     members: tuple[MemberReport, ...]
     stats: _engine.Stats | None
-
-    @property
-    def degraded(self) -> bool:
-        return any(member.trouble for member in self.members)
 
 
 @dataclass(eq=False)
@@ -448,9 +430,8 @@ class _Attempt:
             if e.code == _engine.EHUNG:
                 self._hung(self.members[e.file], "write")
                 return None
-            member = self.members[e.file]
-            self.lose(member, self._write_error(member, e.code, e.offset))
-            raise  # only a save that may lose nothing comes here, and lose has raised
+            # A drive that the save may not lose, or memory that could not be read: no drive is at fault then.
+            raise self._write_error(self.members[e.file], e.code, e.offset) from None
         for member in self.alive:
             mine = (jobs["file"] == member.number) & (results["code"] != 0)
             failed = mine & (results["code"] != _engine.ESKIPPED)
@@ -461,7 +442,6 @@ class _Attempt:
         return results
 
     def _write_error(self, member: _Member, code: int, offset: int) -> DriveError:
-        assert member.drive is not None
         if not -4096 < code < 0:
             raise StriateError(
                 f"write failed: {member.path}/{display(self.name)}, offset {offset}: engine code {code}. "
@@ -475,7 +455,7 @@ class _Attempt:
             offset=offset,
             state=self.earlier,
         )
-        if isinstance(error, DriveFull):
+        if isinstance(error, DriveFull) and member.drive is not None:
             error.free = free_bytes(member.drive.dirfd)
         return error
 
@@ -495,8 +475,9 @@ class _Attempt:
 
             def seal(member: _Member, listed: list[_Member] = listed) -> None:
                 assert member.temporary is not None
+                write_manifest(member.temporary, raw, source.manifest_offset(member.number), self.engine)
                 block = self._superblock(source, generation, member, digest, listed)
-                write_whole(member.temporary, raw, block, self.engine)
+                write_superblock(member.temporary, block, self.engine)
 
             # One that fails here is on the list of the others, who get a shorter one before any rename.
             self._on_each("write", seal)
@@ -655,277 +636,3 @@ def write_tables(
     if last != shape.data:
         group_table["matrix_first"][-1] = matrix.size
     return jobs, table, group_table, matrix.tobytes() + matrix[:, :last].tobytes()
-
-
-# ---- one member ------------------------------------------------------------
-
-
-def write_whole(
-    temporary: Temporary, raw: bytes, block: Superblock, engine: Engine, *, in_order: bool = False
-) -> None:
-    """Manifest, length and superblock of a member whose blocks are written; its sync, and that of its name.
-
-    ``in_order``: everything else is durable before the superblock is written. A repair needs that: its generation is
-    committed already, so a power cut that kept the superblock alone would make a member of what is none.
-    """
-    memory = np.frombuffer(raw, np.uint8)
-    starts = np.arange(0, len(raw), _BLOCK_BYTES, dtype=np.uint64)
-    lengths = np.minimum(np.uint64(len(raw)) - starts, np.uint64(_BLOCK_BYTES))
-    offsets = np.uint64(block.manifest_offset) + starts
-    _write(temporary, offsets, np.uint64(memory.ctypes.data) + starts, lengths, engine)
-    with temporary.step("truncate"):
-        engine.io.truncate(temporary.fd, block.manifest_offset + len(raw))
-    if in_order:
-        with temporary.step("sync"):
-            engine.io.sync(temporary.fd)
-    head = np.frombuffer(encode(block), np.uint8)
-    at = np.array([head.ctypes.data], np.uint64)
-    _write(temporary, np.zeros(1, np.uint64), at, np.array([len(head)], np.uint64), engine)
-    with temporary.step("sync"):
-        engine.io.sync(temporary.fd)
-    with temporary.step("sync of the directory"):
-        engine.io.sync_directory(temporary.dirfd)
-
-
-def _write(
-    temporary: Temporary,
-    offsets: NDArray[np.uint64],
-    addresses: NDArray[np.uint64],
-    lengths: NDArray[np.uint64],
-    engine: Engine,
-) -> None:
-    jobs = np.zeros(len(offsets), _engine.JOB_DTYPE)
-    table = np.zeros(len(offsets), _engine.EXTENT_DTYPE)
-    table["addr"], table["length"] = addresses, lengths
-    jobs["offset"], jobs["length"] = offsets, lengths
-    jobs["extent_first"], jobs["extents_count"] = np.arange(len(jobs)), 1
-    try:
-        engine.run("write", [temporary.file()], jobs, table)
-    except _engine.RunError as e:
-        temporary.fail(-e.code if -4096 < e.code < 0 else errno.EIO, "write", e.offset)
-
-
-def make_parents(drive: Drive, name: bytes, engine: Engine) -> None:
-    """Makes the directories that a name stands in, durably. Raises OSError."""
-    parts = name.split(b"/")[:-1]
-    fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=drive.dirfd)
-    try:
-        for part in parts:
-            try:
-                engine.io.mkdir(fd, part)
-                engine.io.sync_directory(fd)
-            except FileExistsError:
-                pass
-            below = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
-            os.close(fd)
-            fd = below
-    finally:
-        os.close(fd)
-
-
-def rename_into_place(drive: Drive, temporary: bytes, name: bytes, engine: Engine) -> None:
-    parent = parent_of(drive.dirfd, name)
-    try:
-        engine.io.rename(drive.dirfd, temporary, os.path.basename(name), to_dirfd=parent)
-    finally:
-        os.close(parent)
-
-
-def sync_name(drive: Drive, name: bytes, engine: Engine) -> None:
-    """The directory of the final name and that of the temporaries."""
-    parent = parent_of(drive.dirfd, name)
-    try:
-        engine.io.sync_directory(parent)
-    finally:
-        os.close(parent)
-    if b"/" in name:
-        engine.io.sync_directory(drive.dirfd)
-
-
-# ---- what others left ------------------------------------------------------
-
-
-def finish_others(drives: DriveSet, engine: Engine) -> None:
-    """Finishes committed generations and deletions, and sweeps temporaries whose saver died. The locks are held.
-
-    Never fails a save: what cannot be done now is left for the next one.
-    """
-    for name, gone in _tombstones(drives, engine).items():
-        _finish_deletion(drives, name, gone, engine)
-    for drive in drives.usable:
-        for file, superblock in list(temporaries_on(drive, engine)):
-            with contextlib.suppress(OSError, StriateError), _locked_file(drive, file, engine) as free:
-                if free:
-                    _finish_one(drives, drive, file, superblock, engine)
-
-
-@contextlib.contextmanager
-def _locked_file(drive: Drive, file: bytes, engine: Engine) -> Iterator[bool]:
-    """Locks a temporary: True if its saver is gone. Where locks do not exist nobody can tell, and it stays."""
-    fd = open_beneath(drive.dirfd, file, os.O_RDONLY, engine)
-    try:
-        try:
-            engine.io.lock(fd)
-            free = True
-        except OSError as e:
-            if not isinstance(e, BlockingIOError) and e.errno not in NO_LOCKS:
-                raise
-            free = False
-        yield free and stat.S_ISREG(os.fstat(fd).st_mode)
-    finally:
-        engine.io.close(fd)
-
-
-def _finish_one(
-    drives: DriveSet, drive: Drive, file: bytes, superblock: Superblock | None, engine: Engine
-) -> None:
-    io = engine.io
-    if superblock is None:
-        # Superblocks are durable on all members before the first rename: this was no member yet.
-        io.unlink(drive.dirfd, file)
-        return
-    finals = {}
-    for other in drives.usable:
-        try:
-            final = look_at(other, superblock.name, engine)
-        except StriateError:
-            continue
-        if final is not None:
-            finals[other] = final
-    mine = finals.get(drive)
-    if superblock.sequence <= scan(drives, superblock.name, engine).gone:
-        io.unlink(drive.dirfd, file)
-    elif any(final.uuid == superblock.uuid for final in finals.values()):
-        if mine is not None and mine.sequence >= superblock.sequence:
-            io.unlink(drive.dirfd, file)
-            return
-        make_parents(drive, superblock.name, engine)
-        rename_into_place(drive, file, superblock.name, engine)
-        sync_name(drive, superblock.name, engine)
-    elif _all_listed_are_here(drives, drive, file, superblock, engine):
-        io.unlink(drive.dirfd, file)
-
-
-def _all_listed_are_here(
-    drives: DriveSet, drive: Drive, file: bytes, superblock: Superblock, engine: Engine
-) -> bool:
-    """Is every drive present that could bear the final name? Then none does, and the save never was committed."""
-    if drives.complete and superblock.volume == drives.volume:
-        return True
-    fd = open_beneath(drive.dirfd, file, os.O_RDONLY, engine)
-    try:
-        raw = engine.io.read(fd, superblock.manifest_bytes, superblock.manifest_offset)
-        held = extents.decode(raw, superblock, path=f"{drive.path}/{display(file)}")
-    except (StriateError, OSError, EOFError):
-        return False
-    finally:
-        engine.io.close(fd)
-    here = {other.uuid for other in drives.usable}
-    return all(held.drives[number][0] in here for number in superblock.whole)
-
-
-# ---- deleting --------------------------------------------------------------
-
-
-def delete(drives: DriveSet, name: bytes, engine: Engine) -> int:
-    """Deletes all generations of a name; how many members were removed.
-
-    First a durable tombstone on every drive, so that a drive that comes back later does not bring it back. Raises
-    FileNotFoundError (a DriveError) if nothing of that name is there, DriveError when a tombstone cannot be written.
-    """
-    with locked(drives, engine):
-        finish_others(drives, engine)
-        seen = scan(drives, name, engine)
-        if not seen.committed and not seen.troubles:
-            raise drive_error(
-                errno.ENOENT, "delete", path=display(name), advice="There is no checkpoint of that name."
-            )
-        newest = seen.generations[0] if seen.generations else Generation.next(seen.largest_sequence)
-        tombstone = Tombstone(name, newest.uuid, max(newest.sequence, seen.largest_sequence))
-        for drive in drives.usable:
-            try:
-                write_small(drive, tombstone_name(name), encode_tombstone(tombstone), engine)
-            except OSError as e:
-                raise drive_error(
-                    e.errno or errno.EIO,
-                    "delete",
-                    path=f"{drive.path}/{display(name)}",
-                    drive=drive.path,
-                    state="The deletion is noted on the drives before this one, and not finished: delete again.",
-                ) from None
-        removed = _finish_deletion(drives, name, tombstone.sequence, engine)
-        absent = drives.troubles()
-    if absent:
-        warn(
-            f"{display(name)} was deleted, but not on: {'; '.join(absent)}. A note on the other drives keeps it from "
-            "coming back, and removes it there when the drive is back.",
-            VolumeWarning,
-        )
-    return removed
-
-
-def _tombstones(drives: DriveSet, engine: Engine) -> dict[bytes, int]:
-    found: dict[bytes, int] = {}
-    for drive in drives.usable:
-        with contextlib.suppress(OSError):
-            for file in map(os.fsencode, os.listdir(drive.dirfd)):
-                if not file.startswith(TOMBSTONE_PREFIX):
-                    continue
-                try:
-                    fd = open_beneath(drive.dirfd, file, os.O_RDONLY, engine)
-                    try:
-                        block = engine.io.read(fd, SUPERBLOCK_BYTES, 0)
-                    finally:
-                        engine.io.close(fd)
-                    stone = decode_tombstone(block, path=f"{drive.path}/{display(file)}")
-                except (StriateError, OSError, EOFError):
-                    continue
-                found[stone.name] = max(found.get(stone.name, 0), stone.sequence)
-    return found
-
-
-def _finish_deletion(drives: DriveSet, name: bytes, gone: int, engine: Engine) -> int:
-    """Unlinks members up to the tombstone; when no drive is missing, the tombstones too."""
-    removed, clean = 0, drives.complete
-    for drive in drives.usable:
-        try:
-            removed += _unlink_gone(drive, name, gone, engine)
-        except (OSError, StriateError):
-            clean = False
-    if clean:
-        for drive in drives.usable:
-            with contextlib.suppress(OSError):
-                engine.io.unlink(drive.dirfd, tombstone_name(name))
-                engine.io.sync_directory(drive.dirfd)
-    return removed
-
-
-def _unlink_gone(drive: Drive, name: bytes, gone: int, engine: Engine) -> int:
-    removed = 0
-    try:
-        final = look_at(drive, name, engine)
-    except DriveError:
-        raise
-    except StriateError:
-        final = None  # a damaged superblock says nothing of its age, and cannot be loaded either
-        _unlink(drive, name, engine)
-        removed += 1
-    if final is not None and final.sequence <= gone:
-        _unlink(drive, name, engine)
-        removed += 1
-    for file, superblock in list(temporaries_on(drive, engine)):
-        if superblock is not None and superblock.name == name and superblock.sequence <= gone:
-            with _locked_file(drive, file, engine) as free:
-                if free:
-                    engine.io.unlink(drive.dirfd, file)
-    engine.io.sync_directory(drive.dirfd)
-    return removed
-
-
-def _unlink(drive: Drive, name: bytes, engine: Engine) -> None:
-    parent = parent_of(drive.dirfd, name)
-    try:
-        engine.io.unlink(parent, os.path.basename(name))
-        engine.io.sync_directory(parent)
-    finally:
-        os.close(parent)

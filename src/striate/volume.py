@@ -19,14 +19,16 @@ from striate.engines import Engine, EngineChoice
 from striate.errors import DriveError, StriateError, VolumeMismatch, VolumeWarning, drive_error
 from striate.generations import names_on, scan
 from striate.groups import Shape
-from striate.member_set import MemberSet, open_generation
+from striate.leftovers import delete, finish_others
+from striate.member_set import MemberSet
 from striate.merge import Merge
 from striate.notices import warn
+from striate.opening import open_generation
 from striate.progress import ProgressChoice, shown
 from striate.repair import Repaired, VolumeReport, repair_generation, verify_set
 from striate.superblock import DRIVES_MAX, check_name
 from striate.torch_api import CheckpointInfo, LoadOptions, SaveResult
-from striate.transaction import Layout, delete, finish_others, write_members
+from striate.transaction import Layout, write_members
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -39,6 +41,7 @@ Name = str | bytes | os.PathLike[Any]
 
 _ENVIRONMENT = "STRIATE_VOLUME"
 _HANG_TIMEOUT_S = 300.0
+_GROUP_BYTES_MAX = 256 << 20  # the budget of a save's slots; a group is encoded whole
 
 
 @dataclass(frozen=True)
@@ -110,11 +113,17 @@ class Volume:
             raise ValueError(
                 f"weights are {len(drives)} positive numbers, one for each drive, not {weights!r}"
             )
+        shape = _shape(layout, len(drives), copies, parity)
+        if shape.data > 1 and shape.width * chunk_bytes > _GROUP_BYTES_MAX:
+            raise ValueError(
+                f"a group of {shape.width} blocks of {chunk_bytes:,} bytes takes {shape.width * chunk_bytes:,} bytes "
+                f"of memory, and {_GROUP_BYTES_MAX:,} are allowed: use smaller chunks"
+            )
         self.drives = tuple(os.fspath(drive) for drive in drives)
         self.layout = layout
         self.engine = engine
         self._layout = Layout(
-            shape=_shape(layout, len(self.drives), copies, parity),
+            shape=shape,
             chunk_bytes=chunk_bytes,
             weights=None if weights is None else tuple(float(w) for w in weights),
             on_drive_failure=on_drive_failure,
@@ -274,9 +283,7 @@ class Volume:
         options = LoadOptions("cpu", None, weights_only, None, verify, pickle_load_args)
         merge = Merge(state, strict=strict, allow_narrowing=allow_narrowing)
         if verify_first:
-            report = self.verify(name)
-            if not report.recoverable:
-                report.raise_if_damaged()
+            self.verify(name).raise_if_damaged()
         with self._opened(name, engine, None) as source:
             return torch_api.load_into_from(merge, source, options, progress)
 
@@ -353,12 +360,12 @@ class Volume:
                 self._replace(drives, os.path.abspath(os.fsencode(replace)), chosen)
             with locked(drives, chosen):
                 finish_others(drives, chosen)
-                names = names_on(drives, chosen) if name is None else [check_name(name)]
-                for raw in names:
-                    try:
-                        done.append(self._repair_one(drives, raw, chosen, progress))
-                    except StriateError as e:
-                        failures.append(e)
+            for raw in names_on(drives, chosen) if name is None else [check_name(name)]:
+                try:
+                    done.append(self._repair_one(drives, raw, chosen, progress))
+                except StriateError as e:
+                    failures.append(e)
+            with locked(drives, chosen):
                 finish_others(drives, chosen)
             troubles = drives.troubles()
         if troubles:

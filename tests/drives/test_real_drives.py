@@ -18,7 +18,7 @@ from drives.volumes import NAME, require_version, state, volume
 import striate
 from striate.drive_set import open_drives
 from striate.engines import Engine
-from striate.member_set import open_generation
+from striate.opening import open_generation
 from striate.torch_api import LoadOptions, load_from
 from support.loop_drives import LoopDrive, capped
 

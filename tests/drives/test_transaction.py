@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import signal
 import threading
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from drives.conftest import left_on
 from drives.volumes import NAME, require_version, state, version_of, volume
 
@@ -377,9 +379,11 @@ def test_a_generation_can_be_asked_for(folders: Callable[[int], list[Path]], qui
 # ---- processes -----------------------------------------------------------------
 
 
-def _save_many(drives: list[Path], layout: str, options: dict[str, int], version: int, times: int) -> None:
+def _save_many(
+    drives: list[Path], layout: str, options: dict[str, int], version: int, times: int, engine: Any = "posix"
+) -> None:
     for _ in range(times):
-        save(version, drives, layout, options)
+        save(version, drives, layout, options, engine=engine)
 
 
 @pytest.mark.parametrize(("layout", "count", "options"), LAYOUTS, ids=LAYOUT_IDS)
@@ -393,7 +397,14 @@ def test_savers_of_one_name_leave_one_whole_generation(
         if pid == 0:
             try:
                 warnings.simplefilter("ignore")
-                _save_many(drives, layout, options, version, 20)
+                # Renames that take their time, one drive longer than the others: without the locks the two savers'
+                # renames would mix.
+                late = os.fsencode(drives[version - 1])
+                faults = [
+                    Fault("rename", "hang", count=0, value=5),
+                    Fault("rename", "hang", count=0, value=15, drive=late),
+                ]
+                _save_many(drives, layout, options, version, 20, Io("posix", faults=faults))
                 os._exit(0)
             except BaseException:
                 import traceback
@@ -428,6 +439,80 @@ def test_a_saver_killed_at_any_moment_leaves_a_whole_generation(
     save(9, drives, layout, options)
     assert version_on(drives, layout, options) == 9
     require_clean(drives)
+
+
+@pytest.mark.parametrize(("layout", "count", "options"), LAYOUTS, ids=LAYOUT_IDS)
+def test_a_reader_beside_a_saver_always_finds_a_whole_generation(
+    folders: Callable[[int], list[Path]], layout: str, count: int, options: dict[str, int]
+) -> None:
+    drives = folders(count)
+    save(1, drives, layout, options)
+    saver = os.fork()
+    if saver == 0:
+        warnings.simplefilter("ignore")
+        slow = Io("posix", faults=[Fault("rename", "hang", count=0, value=3)])
+        _save_many(drives, layout, options, 2, 25, slow)
+        os._exit(0)
+    loads = 0
+    while os.waitpid(saver, os.WNOHANG)[0] == 0:
+        # Any warning is an error here: nothing is damaged, nothing is missing.
+        assert version_of(volume(drives, layout, options).load(NAME)) in (1, 2)
+        assert version_of(striate.load(drives[-1] / NAME)) in (1, 2)
+        loads += 2
+    assert loads > 10
+    assert version_on(drives, layout, options) == 2
+
+
+@pytest.mark.parametrize(("layout", "count", "options"), LAYOUTS, ids=LAYOUT_IDS)
+def test_a_file_size_limit_in_the_middle_leaves_the_old_generation(
+    folders: Callable[[int], list[Path]], layout: str, count: int, options: dict[str, int]
+) -> None:
+    drives = folders(count)
+    save(OLD, drives, layout, options)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        warnings.simplefilter("ignore")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+        try:
+            save(NEW, drives, layout, options)
+            os.write(writing, b"saved")
+        except striate.DriveAccess as e:
+            os.write(writing, f"{e.errno} {e}".encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writing)
+    with open(reading, "rb") as told:
+        answer = told.read().decode()
+    assert answer.startswith(f"{errno.EFBIG} ") and "intact" in answer
+    assert version_on(drives, layout, options) == OLD
+    require_clean(drives)
+
+
+@pytest.mark.parametrize("layout", ["stripe", "parity"])
+def test_a_mapped_tensor_that_is_cut_short_is_no_drives_fault(
+    folders: Callable[[int], list[Path]], tmp_path: Path, layout: str
+) -> None:
+    drives = folders(3)
+    save(OLD, drives, layout, {})
+    mapped = tmp_path / "mapped"
+    mapped.write_bytes(bytes(1 << 20))
+    tensor = torch.from_file(str(mapped), shared=True, size=1 << 20, dtype=torch.uint8)
+    os.truncate(mapped, 4096)
+    with pytest.raises(striate.DriveError, match="truncated") as caught:
+        volume(drives, layout, {}).save({"t": tensor}, NAME)
+    assert caught.value.errno == errno.EFAULT and "intact" in str(caught.value)
+    assert version_on(drives, layout, {}) == OLD
+    require_clean(drives)
+
+
+def test_groups_that_no_memory_was_meant_for_are_refused_at_once(
+    folders: Callable[[int], list[Path]],
+) -> None:
+    drives = folders(6)
+    with pytest.raises(ValueError, match="smaller chunks"):
+        volume(drives, "parity", {}, chunk_bytes=64 << 20)
+    volume(drives[:3], "stripe", {}, chunk_bytes=64 << 20)
 
 
 def test_threads_saving_and_loading_over_the_same_drives_get_along(
