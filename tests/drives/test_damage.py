@@ -9,20 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drives.volumes import CHUNK_BYTES, NAME, SHAPE_IDS, SHAPES, require_version, state, volume
+from drives.volumes import CHUNK_BYTES, NAME, SHAPE_IDS, SHAPES, flip, require_version, state, volume
 
 import striate
 
 REDUNDANT = [shape for shape in SHAPES if shape[3]]
 REDUNDANT_IDS = [name for shape, name in zip(SHAPES, SHAPE_IDS, strict=True) if shape[3]]
-
-
-def flip(path: Path, offset: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 0x10]))
 
 
 @pytest.mark.parametrize(("layout", "count", "options", "losable"), REDUNDANT, ids=REDUNDANT_IDS)

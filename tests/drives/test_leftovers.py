@@ -12,17 +12,11 @@ from typing import Any
 import pytest
 import xxhash
 from drives.conftest import left_on
-from drives.volumes import NAME, require_version, state, volume
+from drives.volumes import NAME, flip, require_version, state, volume
 
 import striate
 from striate import superblock
 from striate._engine import Fault, Io
-
-
-def flip(path: Path, offset: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 0x10
-    path.write_bytes(content)
 
 
 def temporary_on(drive: Path) -> Path:

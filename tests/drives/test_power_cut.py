@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from crash import power
 from drives.conftest import left_on
-from drives.volumes import NAME, require_version, state, version_of, volume
+from drives.volumes import NAME, flip, require_version, state, version_of, volume
 
 import striate
 from striate._engine import Io, Trace
@@ -167,9 +167,7 @@ def test_a_repair_cut_anywhere_loses_nothing(folders: Callable[[int], list[Path]
     volume(drives, "parity", {}).save(state(OLD), NAME)
     # Two members with a bad block each, in different groups: the old members are needed until the new one is whole.
     for drive, offset in ((drives[0], 4096 + 5), (drives[1], 4096 + 3 * 4096 + 5)):
-        content = bytearray((drive / NAME).read_bytes())
-        content[offset] ^= 1
-        (drive / NAME).write_bytes(content)
+        flip(drive / NAME, offset)
     before = contents_of(drives)
     trace = traced(drives, "parity", {}, lambda used: used.repair())
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from drives.volumes import CHUNK_BYTES, NAME, SHAPE_IDS, SHAPES, require_version, state, volume
+from drives.volumes import CHUNK_BYTES, NAME, SHAPE_IDS, SHAPES, flip, require_version, state, volume
 
 import striate
 from striate import rescue
@@ -77,9 +77,7 @@ def test_damaged_blocks_superblocks_and_manifests_are_made_up_for(
     drives = folders(4)
     volume(drives, "parity", {"parity": 2}).save(state(1), NAME)
     for drive, offset in ((drives[0], 4096 + 7), (drives[1], 30), (drives[2], -1)):
-        content = bytearray((drive / NAME).read_bytes())
-        content[offset] ^= 4
-        (drive / NAME).write_bytes(content)
+        flip(drive / NAME, offset)
     out = tmp_path / "out.safetensors"
     assert rescue.main([*members(drives), "-o", str(out)]) == 0
     said = capsys.readouterr().err

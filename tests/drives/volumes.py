@@ -55,3 +55,10 @@ def version_of(loaded: Any) -> int:
     assert isinstance(version, int)
     require_version(loaded, version)
     return version
+
+
+def flip(path: Path, offset: int) -> None:
+    """One bit of a file; from its end for a negative offset."""
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 0x10
+    path.write_bytes(content)
