@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -25,7 +26,8 @@ from striate.superblock import Superblock, decode, decode_tombstone, is_member, 
 
 __all__ = ["Found", "Generation", "Scan", "look_at", "names_on", "scan", "temporaries_on"]
 
-_RESCANS = 3
+_RESCANS = 20
+_NAP_S = 0.001
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +69,12 @@ class Scan:
     troubles: dict[Drive, str]
 
     @property
+    def sight(self) -> object:
+        """What two looks must have in common to be looks at the same."""
+        members = {(m.drive, m.file, m.superblock) for g in self.generations for m in g.members.values()}
+        return members, self.gone, self.troubles
+
+    @property
     def committed(self) -> list[Generation]:
         return [g for g in self.generations if g.committed and g.sequence > self.gone]
 
@@ -88,21 +96,16 @@ def look_at(drive: Drive, file: bytes, engine: Engine) -> Superblock | None:
 
 def scan(found: DriveSet, name: bytes, engine: Engine) -> Scan:
     """Gathers final and temporary members of a name from every usable drive."""
-    result = Scan(name, [], 0, {})
-    for _ in range(_RESCANS):
-        # A save renames while we look: what was a temporary in the listing may bear its name a moment later.
-        result = _scan_once(found, name, engine)
-        if all(_still_there(member) for g in result.generations for member in g.members.values()):
+    seen = _scan_once(found, name, engine)
+    for turn in range(_RESCANS):
+        # Drives are looked at one after the other, and a save may rename meanwhile. Two looks in a row that saw the
+        # same are the truth of one moment: a generation is sealed on all drives before it bears its name on any.
+        again = _scan_once(found, name, engine)
+        if again.sight == seen.sight:
             break
-    return result
-
-
-def _still_there(member: Found) -> bool:
-    try:
-        os.stat(member.file, dir_fd=member.drive.dirfd, follow_symlinks=False)
-    except OSError:
-        return False
-    return True
+        seen = again
+        time.sleep(_NAP_S * turn)
+    return seen
 
 
 def _scan_once(found: DriveSet, name: bytes, engine: Engine) -> Scan:

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from striate.drive_set import Drive, DriveSet, open_drives
+from striate.drive_set import DriveSet, open_drives
 from striate.drives import display
 from striate.engines import Engine
 from striate.errors import CorruptCheckpoint, FormatError, StriateError, drive_error
@@ -89,9 +89,7 @@ def _open(
                 opened.close_members()
                 raise
             return opened
-        raise StriateError(
-            f"{path} was replaced {_TURNS} times while it was opened. Nothing was loaded. Load it again."
-        )
+        raise _replaced(path)
     except BaseException:
         drives.close()
         raise
@@ -110,16 +108,10 @@ def open_from_member(
     """
     raw = os.path.abspath(os.fsencode(path))
     directory, file = os.path.split(raw)
-    home = open_drives([directory], engine, labels=False)
-    try:
-        superblock = look_at(home.drives[0], file, engine)
-        if superblock is None:
-            raise FormatError(f"{display(raw)} is no member of a striate checkpoint.")
-        in_place = raw.endswith(b"/" + superblock.name)
-        root = raw[: -len(superblock.name) - 1] or b"/" if in_place else directory
-        others = _recorded(home.drives[0], file, superblock, engine) if drives is None else drives
-    finally:
-        home.close()
+    superblock, recorded = _told_by(directory, file, engine)
+    in_place = raw.endswith(b"/" + superblock.name)
+    root = raw[: -len(superblock.name) - 1] or b"/" if in_place else directory
+    others = recorded if drives is None else drives
     found = open_drives([root, *others], engine, labels=False)
     member = Found(found.drives[0], file, True, superblock)
 
@@ -146,16 +138,37 @@ def _add(seen: Scan, member: Found) -> None:
     generation.members[block.member] = member
 
 
-def _recorded(drive: Drive, file: bytes, superblock: Superblock, engine: Engine) -> list[bytes]:
+def _told_by(directory: bytes, file: bytes, engine: Engine) -> tuple[Superblock, list[bytes]]:
+    """What one member says: its superblock, and where its manifest has the others (nowhere, if that is damaged)."""
+    path = display(os.path.join(directory, file))
+    with open_drives([directory], engine, labels=False) as home:
+        for turn in range(_TURNS):
+            superblock = look_at(home.drives[0], file, engine)
+            if superblock is None:
+                raise FormatError(f"{path} is no member of a striate checkpoint.")
+            try:
+                return superblock, _recorded(Found(home.drives[0], file, True, superblock), engine)
+            except MemberMoved:
+                time.sleep(_NAP_S * turn)
+    raise _replaced(path)
+
+
+def _replaced(path: str) -> StriateError:
+    return StriateError(
+        f"{path} was replaced {_TURNS} times while it was opened. Nothing was loaded. Load it again."
+    )
+
+
+def _recorded(member: Found, engine: Engine) -> list[bytes]:
     """Where the manifest of a member says that the others were: paths to look at, and to trust in nothing else."""
-    member = Found(drive, file, True, superblock)
     try:
         opened = open_member(member, engine)
-    except (StriateError, MemberMoved):
+    except StriateError:
         return []
+    block = member.superblock
     try:
-        raw = engine.io.read(opened.fd, superblock.manifest_bytes, superblock.manifest_offset)
-        held = decode(raw, superblock, path=member.path)
+        raw = engine.io.read(opened.fd, block.manifest_bytes, block.manifest_offset)
+        held = decode(raw, block, path=member.path)
     except (StriateError, OSError, EOFError):
         return []
     finally:
