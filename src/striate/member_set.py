@@ -27,7 +27,6 @@ from striate.errors import (
     FormatError,
     MissingMember,
     StriateError,
-    UnsupportedFormat,
     VolumeWarning,
     drive_error,
 )
@@ -48,7 +47,7 @@ _BUDGET_BYTES = 256 << 20  # of the engine's slots, when nothing else is said
 
 @dataclass
 class Trouble:
-    """What is wrong with one member: ``missing`` says why it is not there at all, else blocks failed.
+    """What is wrong with one member: ``missing`` says why it is not there at all, else its manifest or blocks failed.
 
     ``absent``: it was not found, and may be on a drive that is not here.
     """
@@ -56,11 +55,15 @@ class Trouble:
     drive: str
     missing: str = ""
     absent: bool = False
+    manifest: str = ""
     blocks: int = 0
     first: str = ""
 
     def __str__(self) -> str:
-        return self.missing or f"{self.blocks} block(s) could not be used, the first {self.first}"
+        if self.missing:
+            return self.missing
+        blocks = f"{self.blocks} block(s) could not be used, the first {self.first}" if self.blocks else ""
+        return "; ".join(part for part in (self.manifest, blocks) if part)
 
 
 @dataclass(eq=False)
@@ -172,10 +175,9 @@ class MemberSet:
                     self._manifest = decode(raw, member.found.superblock, path=member.found.path)
                     self.manifest_raw = raw
                     self._like = member.found.superblock
-            except UnsupportedFormat:
-                raise
             except StriateError as e:
-                self._drop(number, str(e))
+                # Its blocks may be whole, and another member's manifest says where they are.
+                self.troubles[number] = Trouble(member.found.drive.path, manifest=str(e))
         if self._manifest is None:
             reasons = [f"{t.drive}: {t}" for t in self.troubles.values()]
             raise DataLost(

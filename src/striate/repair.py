@@ -124,7 +124,7 @@ def verify_set(opened: MemberSet, *, progress: Progress | None = None) -> Volume
         sequence=opened.generation.sequence,
         file_bytes=opened.file_bytes,
         chunks_count=len(held.digests) // DIGEST_BYTES,
-        damages=tuple(damage for _, damage in damages),
+        damages=tuple(damage for member in members for damage in member.damages),
         members=members,
         lost=tuple(_lost(opened)),
     )
@@ -162,6 +162,13 @@ def _scrub(opened: MemberSet, rows: NDArray[np.int64], progress: Progress | None
 def _health(opened: MemberSet, number: int, damages: list[Damage]) -> MemberHealth:
     trouble = opened.troubles.get(number)
     member = opened.members.get(number)
+    if member and trouble and trouble.manifest:
+        block = member.found.superblock
+        reason = f"drive {trouble.drive}: {trouble.manifest}"
+        damages = [
+            *damages,
+            Damage("manifest", None, block.manifest_offset, block.manifest_bytes, (), reason),
+        ]
     drive = member.found.drive.path if member else trouble.drive if trouble else ""
     return MemberHealth(
         number=number,

@@ -22,7 +22,7 @@ __all__ = ["Damage", "VerifyReport", "verify_member"]
 class Damage:
     """One damaged region. ``offset`` and ``length`` in bytes of the file; ``wanted``/``found`` are hexadecimal."""
 
-    region: str  # "header" or "data"
+    region: str  # "header" or "data"; on several drives also "check" and "manifest"
     chunk: int | None
     offset: int
     length: int

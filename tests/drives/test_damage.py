@@ -45,6 +45,27 @@ def test_a_flipped_bit_anywhere_is_noticed_made_up_for_and_repaired(
             assert used.verify(NAME).ok
 
 
+def test_a_manifest_is_needed_once_and_blocks_are_blocks(
+    folders: Callable[[int], list[Path]], quiet: list[Any]
+) -> None:
+    drives = folders(3)
+    used = volume(drives, "stripe", {})
+    used.save(state(1), NAME)
+    for damaged in (0, 1):
+        flip(drives[damaged] / NAME, -1)
+        require_version(used.load(NAME), 1)
+        assert "its manifest" in str(quiet[-1].message)
+        report = used.verify(NAME)
+        assert not report and report.recoverable
+        assert [damage.region for damage in report.damages] == ["manifest"] * (damaged + 1)
+    flip(drives[2] / NAME, -1)
+    with pytest.raises(striate.DataLost, match="no member has a whole manifest"):
+        used.load(NAME)
+    flip(drives[2] / NAME, -1)
+    used.repair()
+    assert used.verify(NAME).ok
+
+
 def test_damage_beyond_the_layout_names_what_is_gone_and_gives_the_rest(
     folders: Callable[[int], list[Path]], quiet: list[Any]
 ) -> None:
