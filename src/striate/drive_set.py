@@ -101,11 +101,12 @@ class Drive:
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """A place in a volume: the drive that has it, None if that is missing, and where it is or should be."""
+    """A place in a volume: the drive that has it, None if that is missing; where it is or should be; why it is not."""
 
     uuid: bytes
     drive: Drive | None
     path: str
+    trouble: str = ""
 
 
 @dataclass(eq=False)
@@ -146,10 +147,18 @@ class DriveSet:
             if drive.usable:
                 found.append(Slot(drive.uuid, drive, drive.path))
             elif drive.uuid in self.expected:
-                found.append(Slot(drive.uuid, None, drive.path))
+                found.append(Slot(drive.uuid, None, drive.path, drive.trouble))
             elif absent:
-                found.append(Slot(absent.pop(0), None, drive.path))
-        return found + [Slot(uuid, None, f"(drive {uuid.hex()[:8]})") for uuid in absent]
+                found.append(Slot(absent.pop(0), None, drive.path, drive.trouble))
+        unheard = "it is at none of the paths given"
+        return found + [Slot(uuid, None, f"(drive {uuid.hex()[:8]})", unheard) for uuid in absent]
+
+    @property
+    def strangers(self) -> list[Drive]:
+        """Drives given that cannot be used, and whose paths are not those of drives that the volume misses."""
+        unknown = [drive for drive in self.drives if not drive.usable and drive.uuid not in self.expected]
+        known = {drive.uuid for drive in self.drives}
+        return unknown[sum(uuid not in known for uuid in self.missing) :]
 
     def troubles(self) -> list[str]:
         """What is wrong, a line for each drive that is not used."""
@@ -246,7 +255,10 @@ def _read_label(drive: Drive, engine: Engine) -> None:
         drive.fail(e)
     except (CorruptCheckpoint, FormatError) as e:
         # What it was cannot be told: to take it for a new drive would be to guess.
-        drive.trouble = f"its label cannot be read ({e})"
+        drive.trouble = (
+            f"its label cannot be read ({e}) If the drive is sound, remove the label and give it its place back: "
+            f"repair(replace={drive.path!r})"
+        )
     if drive.label is not None:
         drive.uuid = drive.label.drive
 

@@ -285,7 +285,7 @@ class MemberSet:
         lost = self.read_blocks(pieces.chunk, pieces, verify=verify, keep_going=keep_going, progress=progress)
         if len(lost) and not keep_going:
             raise self.data_lost(lost)
-        self.tell()
+        self.tell(whole=not len(lost))
         return lost
 
     def read_blocks(
@@ -634,17 +634,19 @@ class MemberSet:
 
     # ---- telling ---------------------------------------------------------
 
-    def tell(self) -> None:
-        """One warning for everything that had to be made up for so far."""
+    def tell(self, *, whole: bool) -> None:
+        """One warning for everything that had to be made up for so far; ``whole``: it could be."""
         if self._told or not self.troubles:
             return
         self._told = True
-        warn(
-            f"{self.path} was read without harm, but {len(self.troubles)} of its {len(self.manifest.drives)} members "
-            f"are not whole: {'; '.join(self._wrong())}. Run repair({display(self.generation.name)!r}) on the volume "
-            "before more is lost." + self._newer(),
-            VolumeWarning,
-        )
+        count = f"{len(self.troubles)} of its {len(self.manifest.drives)} members are not whole"
+        wrong = "; ".join(self._wrong())
+        advice = f"Run repair({display(self.generation.name)!r}) on the volume before more is lost."
+        if whole:
+            text = f"{self.path} was read without harm, but {count}: {wrong}. {advice}"
+        else:
+            text = f"{self.path} could not be read whole: {count}: {wrong}."
+        warn(text + self._newer(), VolumeWarning)
 
     def _newer(self) -> str:
         if not self.drives.missing and not self._unreadable:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from striate import image
 from striate.drive_set import Drive, DriveSet, locked
-from striate.drives import Place, display
+from striate.drives import Place
 from striate.engines import Engine
 from striate.errors import DataLost
 from striate.generations import scan
@@ -213,7 +213,7 @@ def repair_generation(
             break
         total += block.manifest_offset + block.manifest_bytes
         written.append(drive.path)
-    return Repaired(display(opened.generation.name), held.uuid.hex(), tuple(written), total)
+    return Repaired(os.fsdecode(opened.generation.name), held.uuid.hex(), tuple(written), total)
 
 
 def _superblock(opened: MemberSet, number: int, whole: frozenset[int]) -> Superblock:

@@ -184,6 +184,8 @@ def save(
     begun = time.monotonic()
     check_chunk_bytes(chunk_bytes)
     if volume is not None:
+        if not callable(getattr(volume, "save", None)):
+            raise TypeError(f"volume= takes a striate.Volume, not a {type(volume).__name__}")
         if not _is_path(f):
             raise TypeError(f"with volume=, f is a name in the volume, not a {type(f).__name__}")
         name = os.fspath(f)  # type: ignore[arg-type]

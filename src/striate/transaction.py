@@ -162,6 +162,7 @@ def write_members(
     """
     with locked(drives, engine):
         read_labels(drives, engine)
+        _refuse_strangers(drives, name)
         write_labels(drives, engine)
         _refuse_foreign(drives, name, engine, overwrite_foreign)
         finish_others(drives, engine)
@@ -226,6 +227,20 @@ def _earlier(drives: DriveSet, name: bytes) -> str:
     return "Nothing was committed."
 
 
+def _refuse_strangers(drives: DriveSet, name: bytes) -> None:
+    """A volume begins, and grows, with all the drives given: one that is not there would silently not be in it."""
+    for drive in drives.strangers:
+        what = "become a part of the volume" if drives.expected else "be a part of a new volume"
+        raise drive_error(
+            (drive.error.errno if drive.error else None) or errno.ENODEV,
+            "save",
+            path=display(name),
+            drive=drive.path,
+            state="Nothing was written.",
+            advice=f"The drive cannot {what} as it is: mount it, or leave it out. It said: {drive.trouble}",
+        )
+
+
 def _refuse_foreign(drives: DriveSet, name: bytes, engine: Engine, allowed: bool) -> None:
     """A generation that reaches beyond these drives must not lose a member to this save."""
     for drive in drives.usable:
@@ -256,7 +271,8 @@ class _Attempt:
         self.uuid = b""
         self.pending: list[_Member] = []
         self.members = [
-            _Member(number, slot.uuid, slot.drive, slot.path) for number, slot in enumerate(drives.slots())
+            _Member(number, slot.uuid, slot.drive, slot.path, trouble=slot.trouble)
+            for number, slot in enumerate(drives.slots())
         ]
         self._check_members()
 
@@ -270,8 +286,6 @@ class _Attempt:
                 f"and the volume has {count}. Nothing was written. Add drives, or ask for less."
             )
         missing = [member for member in self.members if member.drive is None]
-        for member in missing:
-            member.trouble = "the drive is missing"
         if len(missing) > self._losses_allowed:
             self._refuse(missing[0])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import math
 import os
 import pickle
 import sys
@@ -47,6 +48,8 @@ _GROUP_BYTES_MAX = 256 << 20  # the budget of a save's slots; a group is encoded
 @dataclass(frozen=True)
 class CheckpointEntry:
     """One checkpoint of a volume, as list() finds it: its newest generation. ``created_s``: seconds since 1970.
+
+    ``name`` is what load takes; a name that is no UTF-8 has its odd bytes as lone surrogates, as of os.fsdecode.
 
     ``members_found`` of ``members_count`` are there; fewer than all means repair, or a drive to mount.
     """
@@ -107,9 +110,12 @@ class Volume:
             ("max_bandwidth", max_bandwidth),
             ("max_drive_bandwidth", max_drive_bandwidth),
         ):
-            if value is not None and not value > 0:
+            if value is not None and not _is_positive(value):
                 raise ValueError(f"{what} is a positive number or None, not {value!r}")
-        if weights is not None and (len(weights) != len(drives) or not all(w > 0 for w in weights)):
+        for what, count in (("copies", copies), ("parity", parity)):
+            if count is not None and (isinstance(count, bool) or not isinstance(count, int)):
+                raise ValueError(f"{what} is a whole number, not {count!r}")
+        if weights is not None and (len(weights) != len(drives) or not all(map(_is_positive, weights))):
             raise ValueError(
                 f"weights are {len(drives)} positive numbers, one for each drive, not {weights!r}"
             )
@@ -327,7 +333,7 @@ class Volume:
                     newest = committed[0]
                     entries.append(
                         CheckpointEntry(
-                            display(name),
+                            os.fsdecode(name),
                             newest.uuid.hex(),
                             newest.sequence,
                             newest.sequence / 1e9,
@@ -444,6 +450,10 @@ _SETTINGS = {
     "idle_priority",
     "engine",
 }
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _shape(layout: str, drives_count: int, copies: int | None, parity: int | None) -> Shape:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from drives.conftest import left_on
-from drives.volumes import NAME, require_version, state, version_of, volume
+from drives.volumes import NAME, flip, require_version, state, version_of, volume
 
 import striate
 from striate._engine import Fault, Io
@@ -332,6 +332,89 @@ def test_a_foreign_member_is_replaced_only_when_told(folders: Callable[[int], li
     assert (drives[2] / NAME).read_bytes() == member
     volume(drives[2:], "stripe", {}).save(state(NEW), NAME, overwrite_foreign=True)
     assert version_on(drives[2:], "stripe", {}) == NEW
+
+
+def test_a_volume_does_not_begin_or_grow_without_a_drive_that_was_given(
+    folders: Callable[[int], list[Path]],
+) -> None:
+    drives = folders(3)
+    absent = drives[2].with_name("absent")
+    for layout in ("stripe", "mirror", "parity"):
+        with pytest.raises(striate.DriveError, match="part of a new volume") as caught:
+            save(OLD, [*drives[:2], absent], layout, {})
+        assert caught.value.drive == str(absent)
+    assert [os.listdir(drive) for drive in drives] == [[".striate.lock"], [".striate.lock"], []]
+    save(OLD, drives[:2], "stripe", {})
+    with pytest.raises(striate.DriveError, match="become a part of the volume"):
+        save(NEW, [*drives[:2], absent], "stripe", {})
+    assert version_on(drives[:2], "stripe", {}) == OLD
+
+
+def test_a_torn_label_is_told_with_its_remedy_which_works(
+    folders: Callable[[int], list[Path]], quiet: list[Any]
+) -> None:
+    drives = folders(3)
+    save(OLD, drives, "parity", {})
+    flip(drives[1] / ".striate-label", 100)
+    assert save(NEW, drives, "parity", {}).degraded
+    assert "remove the label" in str(quiet[0].message)
+    (drives[1] / ".striate-label").unlink()
+    used = volume(drives, "parity", {})
+    used.repair(replace=drives[1])
+    assert used.verify(NAME).ok
+    require_version(used.load(NAME), NEW)
+
+
+def test_names_that_are_listed_are_names_that_load_and_delete_take(
+    folders: Callable[[int], list[Path]],
+) -> None:
+    used = volume(folders(2), "mirror", {})
+    names = [b"odd\xff", "line\nbreak", "a b", "\u2603/x"]
+    for version, name in enumerate(names, 1):
+        used.save(state(version), name)
+    listed = [entry.name for entry in used.list()]
+    assert sorted(map(os.fsencode, listed)) == sorted(map(os.fsencode, names))
+    for name in listed:
+        version_of(used.load(name))
+        used.delete(name)
+    assert used.list() == []
+
+
+def test_an_interrupt_in_the_middle_of_the_data_leaves_the_old_generation(
+    folders: Callable[[int], list[Path]],
+) -> None:
+    drives = folders(3)
+    save(OLD, drives, "parity", {})
+    used = volume(drives, "parity", {}, max_bandwidth=100_000)
+    threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        used.save(state(NEW, data_bytes=1 << 20), NAME)
+    assert version_on(drives, "parity", {}) == OLD
+    require_clean(drives)
+    save(NEXT, drives, "parity", {})
+
+
+def test_few_descriptors_are_an_error_and_nothing_lost(folders: Callable[[int], list[Path]]) -> None:
+    drives = folders(4)
+    save(OLD, drives, "stripe", {})
+    child = os.fork()
+    if child == 0:
+        warnings.simplefilter("ignore")
+        failures = 0
+        used = len(os.listdir("/proc/self/fd"))
+        for more in range(1, 24):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (used + more, 4096))
+            try:
+                save(NEW, drives, "stripe", {}, engine="auto")
+            except striate.StriateError:
+                failures += 1
+            except OSError:
+                os._exit(2)  # every error is to be told as ours
+        os._exit(0 if 0 < failures < 23 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert version_on(drives, "stripe", {}) == NEW
+    save(NEXT, drives, "stripe", {})
+    require_clean(drives)
 
 
 def test_a_drive_that_is_added_is_adopted(folders: Callable[[int], list[Path]]) -> None:
