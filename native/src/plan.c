@@ -14,7 +14,7 @@
 #define WORKERS_MAX 1024u
 #define DEPTH_MAX 1024u
 /* Files that are to be busy all at once want more in flight. */
-#define TRANSFERS_PER_FILE 6u
+#define TRANSFERS_PER_FILE 3u
 #define POSIX_TRANSFERS_PER_FILE 2u
 #define POSIX_WORKERS_FILES_MAX 32u
 #define RING_ENTRIES_MAX 4096u

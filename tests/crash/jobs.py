@@ -23,6 +23,7 @@ from crash.checkpoints import beside, descriptors, save, state, version_at
 import striate
 from striate._engine import Fault, Io
 from support.sandbox import NOBODY
+from support.sanitizer import UNDER_ASAN
 
 Pipe = Connection
 
@@ -135,7 +136,7 @@ def held() -> dict[str, int]:
     with open("/proc/self/maps") as maps:
         lines = maps.readlines()
     return {
-        "instrumented": any("libasan" in line for line in lines),
+        "instrumented": UNDER_ASAN,
         "descriptors": len(descriptors()),
         "maps": len(lines),
         "threads": len(os.listdir("/proc/self/task")),

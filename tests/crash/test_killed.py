@@ -19,6 +19,7 @@ from crash.checkpoints import NAME, beside, require_alone, save, version_at, ver
 from crash.processes import run_job
 
 import striate
+from support.sanitizer import forks_beside_threads
 
 MANY_CHUNKS = 16 << 20  # with chunks of 4096 bytes: long enough to be interrupted
 PAIRS = 500  # with each engine: a thousand
@@ -256,6 +257,7 @@ def test_workers_forked_after_saves_load_without_hanging(
     assert other == 9
 
 
+@forks_beside_threads
 @pytest.mark.parametrize("job", [jobs.fork_in_the_middle_of_a_save, jobs.fork_inside_a_callback])
 def test_a_child_that_ends_in_the_middle_of_a_save_takes_nothing_of_it_away(
     tmp_path: Path, engine_name: str, processes: Any, job: Callable[..., None]
@@ -272,6 +274,7 @@ def test_a_child_that_ends_in_the_middle_of_a_save_takes_nothing_of_it_away(
     assert left == []
 
 
+@forks_beside_threads
 def test_a_temporary_whose_saver_died_goes_though_a_child_of_it_lives(
     tmp_path: Path, engine_name: str, processes: Any
 ) -> None:

@@ -19,6 +19,7 @@ import xxhash
 import striate
 from striate import manifest, rescue
 from striate._engine import Io
+from support.sanitizer import UNDER_ASAN
 
 CHUNK = 4096
 
@@ -155,6 +156,6 @@ def with_graph(
 
 def resident_bytes() -> int:
     """Memory that this process holds; 0 under AddressSanitizer, which keeps what was freed."""
-    if "libasan" in Path("/proc/self/maps").read_text():
+    if UNDER_ASAN:
         return 0
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

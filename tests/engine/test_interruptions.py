@@ -16,6 +16,7 @@ import pytest
 
 from striate._engine import Fault, Io, RunError
 from support.contents import cycling
+from support.sanitizer import forks_beside_threads
 from support.tables import (
     BLOCK,
     KINDS,
@@ -207,6 +208,7 @@ def test_slots_are_not_shared_with_a_forked_child(kind: Kind, tmp_path: Path) ->
     assert max(apart) >= stats.slot_bytes > 0
 
 
+@forks_beside_threads
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_child_forked_in_the_middle_of_a_run_disturbs_nothing_and_can_run_itself(
@@ -227,6 +229,7 @@ def test_a_child_forked_in_the_middle_of_a_run_disturbs_nothing_and_can_run_itse
             children.append(child)
             return
         status = 1
+        signal.alarm(120)  # a child that hangs is told by its status
         try:
             mine = Io(kind)
             with opened(mine, tmp_path / "child", str(os.getpid()).encode()) as file:
