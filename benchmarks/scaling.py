@@ -3,7 +3,8 @@
 The drives are ext4 on RAM-backed loop devices, each capped in bytes/s by the block cgroup, so that the drives and not
 this machine are the limit. All saves are durable; loads and fio use O_DIRECT, so nothing comes from the page cache.
 Rounds alternate over all contenders. CPU seconds are taken on the same drives without their caps, where the machine is
-the limit: user and system time of the process, beside a plain save to one of the drives. Needs root.
+the limit: user and system time of the process for 1 GiB, beside a plain save to one of the drives. Needs root and some
+12 GiB of memory.
 
     python benchmarks/scaling.py [--rounds 5] [--rate-mb 100] [--seconds 2] [--json FILE] [--plot FILE]
 """
@@ -31,6 +32,8 @@ from harness.throttle import CannotThrottle, throttled_drives
 
 DRIVES_MAX = 8
 MIB = 1 << 20
+# What a save costs at any size, such as the memory of the slots, is little of this.
+CPU_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -125,12 +128,11 @@ def run_case(case: Case, drives: Sequence[Path], drive_bytes: int, samples: dict
     volume.delete("step")
 
 
-def cpu_rounds(drives: Sequence[Path], rounds: int, drive_bytes: int) -> dict[str, list[float]]:
+def cpu_rounds(drives: Sequence[Path], rounds: int) -> dict[str, list[float]]:
     """CPU seconds for each GiB of payload, by "name operation"; "plain" is a save to one file on one drive."""
     warnings.simplefilter("ignore")
     samples: dict[str, list[float]] = {}
-    # As much as one drive holds: the memory of the slots is new for each save, and weighs less in a larger one.
-    state = payload(CASES[0], drive_bytes * 9 // 5)
+    state = payload(CASES[0], CPU_BYTES)
     # Memory that is in use already, as that of a model is: new pages cost more than the load.
     into = {name: torch.full_like(tensor, 1) for name, tensor in state.items()}
     gib = sum(tensor.nbytes for tensor in state.values()) / 2**30
@@ -164,12 +166,13 @@ def measured(
     """All samples, bandwidth and CPU, taken by a child: first without the caps, then under them."""
     drive_bytes = int(rate_bytes_s * seconds) // (4 * MIB) * 4 * MIB
     # Check blocks and copies lie on further drives; a member never passes the bytes of its drive by much.
-    with throttled_drives(DRIVES_MAX, 2 * drive_bytes, rate_bytes_s) as drives:
+    size_bytes = max(2 * drive_bytes, CPU_BYTES + 64 * MIB)
+    with throttled_drives(DRIVES_MAX, size_bytes, rate_bytes_s) as drives:
         receiving, sending = multiprocessing.Pipe(duplex=False)
 
         def child() -> None:
             paths = [drive.path for drive in drives]
-            cpu = cpu_rounds(paths, rounds, drive_bytes)
+            cpu = cpu_rounds(paths, rounds)
             drives[0].enter()
             sending.send((run_rounds(paths, rounds, drive_bytes), cpu))
 
@@ -223,7 +226,11 @@ def plot(found: Sequence[dict[str, Any]], rate_bytes_s: int, path: Path) -> None
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
     for axis, operation in zip(axes, ("save", "load"), strict=True):
         drives = [1, 2, 4, 8]
-        axis.plot(drives, [n * rate_bytes_s / MIB for n in drives], "--", color="gray", label="drives' sum")
+        axis.plot(drives, [n * rate_bytes_s / MIB for n in drives], "--", color="gray", label="all drives")
+        if operation == "save":
+            points = sorted((c.drives, c.data_drives) for c in CASES if c.layout == "parity")
+            shares = [(n, data * rate_bytes_s / MIB) for n, data in points]
+            axis.plot(*zip(*shares, strict=True), ":", color="gray", label="data drives of parity")
         for layout, marker in (("stripe", "o"), ("mirror", "s"), ("parity", "^")):
             points = [
                 (next(c.drives for c in CASES if c.name == row["case"]), row["mib_per_s"])
@@ -231,7 +238,7 @@ def plot(found: Sequence[dict[str, Any]], rate_bytes_s: int, path: Path) -> None
                 if row["case"].startswith(layout) and row["operation"] == operation
             ]
             axis.plot(*zip(*points, strict=True), marker=marker, label=layout)
-        axis.set(title=operation, xlabel="drives", xticks=drives)
+        axis.set(title=operation, xlabel="drives", xticks=drives, ylim=(0, None))
         axis.legend()
     axes[0].set_ylabel("payload, MiB/s")
     figure.tight_layout()

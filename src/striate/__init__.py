@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from striate.engines import DriveUse
     from striate.errors import (
         CorruptCheckpoint,
         DataLost,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from striate.scrub import Damage, VerifyReport
     from striate.torch_api import (
         CheckpointInfo,
+        LoadResult,
         MemberInfo,
         SaveResult,
         TensorInfo,
@@ -73,10 +75,12 @@ _HOMES = {
         "VolumeMismatch",
         "VolumeWarning",
     ),
+    "striate.engines": ("DriveUse",),
     "striate.repair": ("MemberHealth", "Repaired", "VolumeReport"),
     "striate.scrub": ("Damage", "VerifyReport"),
     "striate.torch_api": (
         "CheckpointInfo",
+        "LoadResult",
         "MemberInfo",
         "SaveResult",
         "TensorInfo",
@@ -104,10 +108,12 @@ __all__ = [
     "DriveGone",
     "DriveHung",
     "DriveMedia",
+    "DriveUse",
     "EngineFallback",
     "EngineUnavailable",
     "FormatError",
     "LoadMismatch",
+    "LoadResult",
     "MemberHealth",
     "MemberInfo",
     "MemberReport",

@@ -11,6 +11,7 @@ import errno
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +22,7 @@ from striate.drives import memlock_limit_bytes
 from striate.errors import EngineFallback, EngineUnavailable
 from striate.notices import warn
 
-__all__ = ["Engine", "EngineChoice"]
+__all__ = ["DriveUse", "Engine", "EngineChoice"]
 
 EngineChoice = Literal["auto", "uring", "posix"] | _engine.Io
 
@@ -87,12 +88,51 @@ def _setup_error() -> int:
     return error
 
 
+@dataclass(frozen=True)
+class DriveUse:
+    """How one drive was used by a save or a load. Sizes in bytes, times in seconds.
+
+    ``drive``: its path; of a checkpoint in one file, that of the file.
+    ``busy_s``: while at least one transfer was on its way. The drive that is busy nearly all of ``elapsed_s`` is the
+    one that the others wait for.
+    ``flight_s``: what all its transfers took, added up; by ``transfers``, how long one takes.
+    ``errors``: transfers that failed, those that were tried again with success too.
+    """
+
+    drive: str
+    bytes: int = 0
+    transfers: int = 0
+    busy_s: float = 0.0
+    flight_s: float = 0.0
+    errors: int = 0
+
+    @property
+    def mib_per_s(self) -> float:
+        """MiB/s while it was busy."""
+        return self.bytes / self.busy_s / 2**20 if self.busy_s else 0.0
+
+    def and_of(self, more: _engine.FileStats) -> DriveUse:
+        """This and what one more run of the engine did."""
+        return DriveUse(
+            self.drive,
+            self.bytes + more.bytes,
+            self.transfers + more.transfers,
+            self.busy_s + more.busy_s,
+            self.flight_s + more.flight_s,
+            self.errors + more.errors,
+        )
+
+
 class Engine:
-    """An engine for one call of striate. ``stats`` gathers the runs, oldest first."""
+    """An engine for one call of striate.
+
+    ``stats`` gathers the runs, oldest first; ``uses`` what the runs that moved a checkpoint's data did on each drive.
+    """
 
     def __init__(self, choice: EngineChoice = "auto") -> None:
         self.may_fall_back = choice == "auto"
         self.stats: list[_engine.Stats] = []
+        self.uses: dict[str, DriveUse] = {}
         if isinstance(choice, _engine.Io):
             self.io = choice
             return
@@ -129,10 +169,13 @@ class Engine:
         files: Sequence[_engine.File],
         jobs: NDArray[np.void],
         extents: NDArray[np.void],
+        *,
+        drives: Sequence[str] = (),
         **options: Any,
     ) -> NDArray[np.void]:
         """One run of the engine, with the options of _engine.Io.run; the result table.
 
+        drives: of each file its drive's path, for ``uses``; none for what is no data of a checkpoint.
         Falls back to posix if the ring itself fails and "auto" was asked.
 
         Raises _engine.RunError, which the caller words: only it knows the paths.
@@ -151,6 +194,8 @@ class Engine:
             self._fall_back(-e.detail)
             results, stats = self.io.run(direction, files, jobs, extents, **options)
         self.stats.append(stats)
+        for drive, use in zip(drives, stats.files, strict=False):
+            self.uses[drive] = self.uses.get(drive, DriveUse(drive)).and_of(use)
         if stats.register_error == errno.ENOMEM and memlock_limit_bytes() is not None:
             _tell_memlock()
         elif stats.register_error:

@@ -91,6 +91,7 @@ class Readable(Protocol):
     """An open checkpoint, on one drive or on several, as those see it who want its tensors."""
 
     path: str
+    engine: Engine
 
     @property
     def manifest(self) -> manifest.Manifest: ...
@@ -301,6 +302,7 @@ def read_chunks(
             [engine_file(member.fd, member.direct)],
             jobs,
             extents,
+            drives=[member.path],
             keep_going=keep_going,
             progress=progress,
         )

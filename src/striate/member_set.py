@@ -509,6 +509,7 @@ class MemberSet:
                 [self.members[number].file for number in numbers],
                 jobs,
                 extents,
+                drives=[self.members[number].found.drive.path for number in numbers],
                 groups=group_table,
                 matrix=bytes(tables.matrix),
                 copies=copy_table,

@@ -18,7 +18,7 @@ import secrets
 import stat
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -505,7 +505,7 @@ def _write_data(source: Source, temporary: Temporary, progress: Progress | None)
         jobs, extents = fill_tables(pieces, source.generation.uuid, data_offset=len(source.header))
         jobs["flags"] = _engine.JOB_CHECKSUM | (_engine.JOB_STABLE if source.stable else 0)
         jobs["flags"] |= np.where(source.careful, _engine.JOB_CAREFUL, 0).astype(np.uint32)
-        results = _run_write(temporary, jobs, extents, progress)
+        results = _run_write(temporary, jobs, extents, progress, drives=[temporary.path])
         digests = results["digest"].tobytes()
     manifest.seal(source.header, digests)
 
@@ -526,10 +526,17 @@ def _write_header(source: Source, temporary: Temporary) -> None:
 
 
 def _run_write(
-    temporary: Temporary, jobs: NDArray[np.void], extents: NDArray[np.void], progress: Progress | None
+    temporary: Temporary,
+    jobs: NDArray[np.void],
+    extents: NDArray[np.void],
+    progress: Progress | None,
+    *,
+    drives: Sequence[str] = (),
 ) -> NDArray[np.void]:
     try:
-        return temporary.engine.run("write", [temporary.file()], jobs, extents, progress=progress)
+        return temporary.engine.run(
+            "write", [temporary.file()], jobs, extents, drives=drives, progress=progress
+        )
     except _engine.RunError as e:
         if e.code in (-errno.ENOSPC, -errno.EDQUOT):
             temporary.fail(-e.code, "write", e.offset, free=free_bytes(temporary.dirfd))

@@ -12,7 +12,7 @@ import os
 import pickle
 import stat
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, Protocol
 
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from striate import _engine, graph, image, manifest, plain, repair, scrub, stream
 from striate import member as member_file
 from striate.drives import display, is_descriptor_path, resolve
-from striate.engines import Engine, EngineChoice
+from striate.engines import DriveUse, Engine, EngineChoice
 from striate.errors import (
     CorruptCheckpoint,
     DriveError,
@@ -45,6 +45,7 @@ from striate.transaction import MemberReport
 
 __all__ = [
     "CheckpointInfo",
+    "LoadResult",
     "SaveResult",
     "TensorInfo",
     "info",
@@ -68,6 +69,7 @@ class SaveResult:
     ``opaque_count``: tensors' storages that other safetensors tools cannot read (views, strides, exotic types).
     ``stats``: the engine's figures for the data, None for file objects and checkpoints without data.
     ``members``: of a volume, each drive's part. ``file_bytes`` is then that of all members together.
+    ``drives``: how busy the data kept each drive.
     """
 
     path: str
@@ -80,11 +82,31 @@ class SaveResult:
     elapsed_s: float
     stats: _engine.Stats | None
     members: tuple[MemberReport, ...] = ()
+    drives: tuple[DriveUse, ...] = ()
 
     @property
     def degraded(self) -> bool:
         """Did a drive of the volume not get its member?"""
         return any(member.trouble for member in self.members)
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """What a load did, for ``on_loaded``. Sizes in bytes, times in seconds.
+
+    ``data_bytes``: of the whole checkpoint. ``drives``: how busy the load kept each drive, copies and check blocks that
+    were read included.
+    """
+
+    path: str
+    uuid: str
+    sequence: int
+    data_bytes: int
+    elapsed_s: float
+    drives: tuple[DriveUse, ...]
+
+
+OnLoaded = Callable[[LoadResult], object]
 
 
 @dataclass(frozen=True)
@@ -215,7 +237,7 @@ def save(
     with shown(progress, f"saving {display(place.name)}", source.table.data_bytes) as report:
         plain.write_plain(source, place, chosen, progress=report)
     stats = chosen.stats[runs_before] if source.table.data_bytes else None
-    return _save_result(source, place.path, begun, stats)
+    return _save_result(source, place.path, begun, stats, tuple(chosen.uses.values()))
 
 
 def _save_stream(
@@ -239,7 +261,13 @@ def _save_stream(
     return _save_result(source, name, begun, None)
 
 
-def _save_result(source: plain.Source, path: str, begun: float, stats: _engine.Stats | None) -> SaveResult:
+def _save_result(
+    source: plain.Source,
+    path: str,
+    begun: float,
+    stats: _engine.Stats | None,
+    drives: tuple[DriveUse, ...] = (),
+) -> SaveResult:
     return SaveResult(
         path=path,
         uuid=source.generation.uuid.hex(),
@@ -250,6 +278,7 @@ def _save_result(source: plain.Source, path: str, begun: float, stats: _engine.S
         opaque_count=source.opaque_count,
         elapsed_s=time.monotonic() - begun,
         stats=stats,
+        drives=drives,
     )
 
 
@@ -290,6 +319,7 @@ def load(
     partial: bool = False,
     drives: Sequence[str | bytes | os.PathLike[Any]] | None = None,
     generation: str | int | None = None,
+    on_loaded: OnLoaded | None = None,
     **pickle_load_args: Any,
 ) -> Any:
     """Loads a checkpoint of striate, of torch.save, or any safetensors file. Every chunk of ours is checked.
@@ -300,12 +330,15 @@ def load(
         without bytes), and a warning names them.
     drives, generation: of a checkpoint on several drives, whose path is that of any of its members: the directories
         in which to look for the others instead of those recorded; and which generation, by uuid or sequence number.
+    on_loaded: is called with a LoadResult (figures of each drive) in the end; not for file objects and torch.save
+        files, which pass no engine.
 
     Raises FileNotFoundError and other DriveErrors; FormatError if it is no checkpoint; UnsupportedFormat for a
     newer version; CorruptCheckpoint; DataLost if more of several drives is gone than their layout makes up for;
     UnsafePickle if the graph names what weights_only=True forbids, before any
     tensor is read.
     """
+    begun = time.monotonic()
     options = LoadOptions(map_location, pickle_module, weights_only, mmap, verify, pickle_load_args, partial)
     if not _is_path(f):
         return _load_stream(f, options, progress)  # type: ignore[arg-type]
@@ -316,7 +349,26 @@ def load(
     with _opened(path, Engine(engine), verify, drives, generation) as source:
         if source is None:
             return _torch_load(path, options)
-        return load_from(source, options, progress)
+        loaded = load_from(source, options, progress)
+        tell(on_loaded, source, begun)
+    return loaded
+
+
+def tell(on_loaded: OnLoaded | None, source: Readable, begun: float) -> None:
+    """Hands out what a load did. begun: as of time.monotonic."""
+    if on_loaded is None:
+        return
+    held = source.manifest
+    on_loaded(
+        LoadResult(
+            source.path,
+            held.uuid.hex(),
+            held.sequence,
+            held.table.data_bytes,
+            time.monotonic() - begun,
+            tuple(source.engine.uses.values()),
+        )
+    )
 
 
 @contextlib.contextmanager
@@ -649,6 +701,7 @@ def load_into(
     engine: EngineChoice = "auto",
     progress: ProgressChoice = False,
     drives: Sequence[str | bytes | os.PathLike[Any]] | None = None,
+    on_loaded: OnLoaded | None = None,
     **pickle_load_args: Any,
 ) -> Any:
     """Loads straight into the tensors of ``state`` (nested dicts and lists), with no second copy where they fit.
@@ -659,11 +712,13 @@ def load_into(
     strict: False leaves missing and unexpected entries alone instead of refusing.
     allow_narrowing: True lets a dtype lose precision (float32 into bfloat16); widening is always allowed.
     verify_first: reads the checkpoint twice, so that nothing is overwritten by one that is damaged.
+    on_loaded: as load's.
 
     Returns ``state``, or, if that is a tuple with plain values in it, the tuple in its place. Raises LoadMismatch
     (also RuntimeError) before anything is overwritten. A CorruptCheckpoint or DriveError says whether targets
     have been overwritten, and ``overwritten`` holds their names.
     """
+    begun = time.monotonic()
     check_targets(state)
     options = LoadOptions("cpu", None, weights_only, None, verify, pickle_load_args)
     merge = Merge(state, strict=strict, allow_narrowing=allow_narrowing)
@@ -680,7 +735,9 @@ def load_into(
         if source is None:
             merge.plan(_torch_load(path, options))
             return merge.apply()
-        return load_into_from(merge, source, options, progress)
+        filled = load_into_from(merge, source, options, progress)
+        tell(on_loaded, source, begun)
+    return filled
 
 
 def check_targets(state: Any) -> None:

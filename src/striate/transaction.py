@@ -434,6 +434,7 @@ class _Attempt:
                 self._files(),
                 jobs,
                 extents_table,
+                drives=[member.path for member in self.members],
                 groups=group_table,
                 matrix=matrix,
                 keep_going=self._losses_allowed > 0,

@@ -28,7 +28,7 @@ from striate.opening import open_generation
 from striate.progress import ProgressChoice, shown
 from striate.repair import Repaired, VolumeReport, repair_generation, verify_set
 from striate.superblock import DRIVES_MAX, check_name
-from striate.torch_api import CheckpointInfo, LoadOptions, SaveResult
+from striate.torch_api import CheckpointInfo, LoadOptions, OnLoaded, SaveResult
 from striate.transaction import Layout, write_members
 
 if sys.version_info >= (3, 11):
@@ -232,6 +232,7 @@ class Volume:
             elapsed_s=time.monotonic() - begun,
             stats=written.stats,
             members=written.members,
+            drives=tuple(chosen.uses.values()),
         )
 
     def delete(self, name: Name) -> int:
@@ -257,6 +258,7 @@ class Volume:
         generation: str | int | None = None,
         engine: EngineChoice | None = None,
         progress: ProgressChoice = False,
+        on_loaded: OnLoaded | None = None,
         **pickle_load_args: Any,
     ) -> Any:
         """Loads the newest generation of a checkpoint; parameters as striate.load's.
@@ -264,11 +266,14 @@ class Volume:
         What is missing or damaged is recovered where the layout allows, with a warning. Raises FileNotFoundError
         if there is no such checkpoint, DataLost (MissingMember) if too much is gone.
         """
+        begun = time.monotonic()
         options = LoadOptions(
             map_location, pickle_module, weights_only, None, verify, pickle_load_args, partial
         )
         with self._opened(name, engine, generation) as source:
-            return torch_api.load_from(source, options, progress)
+            loaded = torch_api.load_from(source, options, progress)
+            torch_api.tell(on_loaded, source, begun)
+        return loaded
 
     def load_into(
         self,
@@ -282,16 +287,20 @@ class Volume:
         verify_first: bool = False,
         engine: EngineChoice | None = None,
         progress: ProgressChoice = False,
+        on_loaded: OnLoaded | None = None,
         **pickle_load_args: Any,
     ) -> Any:
         """Loads straight into existing tensors; parameters as striate.load_into's."""
+        begun = time.monotonic()
         torch_api.check_targets(state)
         options = LoadOptions("cpu", None, weights_only, None, verify, pickle_load_args)
         merge = Merge(state, strict=strict, allow_narrowing=allow_narrowing)
         if verify_first:
             self.verify(name).raise_if_damaged()
         with self._opened(name, engine, None) as source:
-            return torch_api.load_into_from(merge, source, options, progress)
+            filled = torch_api.load_into_from(merge, source, options, progress)
+            torch_api.tell(on_loaded, source, begun)
+        return filled
 
     def load_tensors(
         self,

@@ -459,6 +459,29 @@ def test_a_generation_can_be_asked_for(folders: Callable[[int], list[Path]], qui
         used.load(NAME, generation="00")
 
 
+@pytest.mark.parametrize(("layout", "count", "options"), LAYOUTS, ids=LAYOUT_IDS)
+def test_a_save_and_a_load_tell_what_each_drive_did(
+    folders: Callable[[int], list[Path]], layout: str, count: int, options: dict[str, int]
+) -> None:
+    drives = folders(count)
+    used = volume(drives, layout, options)
+    result = used.save(state(NEW), NAME)
+    told: list[striate.LoadResult] = []
+    used.load(NAME, on_loaded=told.append)
+    used.load_into(state(OLD), NAME, on_loaded=told.append)
+    striate.load(drives[0] / NAME, on_loaded=told.append)
+    assert [use.drive for use in result.drives] == [str(drive) for drive in drives]
+    # Blocks are written in multiples of 4096 bytes, all copies and check blocks with them.
+    data_bytes = result.data_bytes * {"stripe": 1.0, "mirror": 2.0, "parity": 1.5}[layout]
+    assert data_bytes <= sum(use.bytes for use in result.drives) <= data_bytes + 3 * 4096
+    assert all(use.transfers and use.busy_s > 0 and not use.errors for use in result.drives)
+    for load in told:
+        assert (load.uuid, load.data_bytes) == (result.uuid, result.data_bytes)
+        assert {use.drive for use in load.drives} == {str(drive) for drive in drives}
+        assert load.data_bytes <= sum(use.bytes for use in load.drives) <= load.data_bytes + 6 * 4096
+        assert 0 < max(use.busy_s for use in load.drives) <= load.elapsed_s
+
+
 # ---- processes -----------------------------------------------------------------
 
 
@@ -507,18 +530,23 @@ def test_savers_of_one_name_leave_one_whole_generation(
 def test_a_saver_killed_at_any_moment_leaves_a_whole_generation(
     folders: Callable[[int], list[Path]], layout: str, count: int, options: dict[str, int]
 ) -> None:
-    drives = folders(count)
-    save(1, drives, layout, options)
-    for moment in range(25):
+    drives = folders(3)
+    known = 1
+    save(known, drives, layout, options)
+    for moment in range(70):
         pid = os.fork()
         if pid == 0:
             warnings.simplefilter("ignore")
-            _save_many(drives, layout, options, 2 + moment % 3, 100)
+            for version in range(known + 1, known + 100):
+                save(version, drives, layout, options, engine="posix")
             os._exit(0)
-        time.sleep(0.004 * moment + 0.01)
+        time.sleep(0.0014 * moment + 0.01)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        assert version_on(drives, layout, options) in (1, 2, 3, 4)
+        found = version_on(drives, layout, options)
+        assert known <= found < known + 100
+        known = found
+    assert known >= 10
     save(9, drives, layout, options)
     assert version_on(drives, layout, options) == 9
     require_clean(drives)

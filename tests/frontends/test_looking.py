@@ -13,6 +13,20 @@ import torch
 import striate
 
 
+def test_a_save_and_a_load_tell_what_the_drive_did(target: Path, flat: Any) -> None:
+    result = striate.save(flat, target, chunk_bytes=4096)
+    told: list[striate.LoadResult] = []
+    striate.load(target, on_loaded=told.append)
+    striate.load_into({name: torch.zeros_like(t) for name, t in flat.items()}, target, on_loaded=told.append)
+    (use,) = result.drives
+    assert use.drive == result.path and use.bytes >= result.data_bytes and use.busy_s > 0
+    for load in told:
+        assert (load.path, load.uuid, load.sequence) == (result.path, result.uuid, result.sequence)
+        (read,) = load.drives
+        assert read.bytes >= load.data_bytes == result.data_bytes
+        assert 0 < read.busy_s <= load.elapsed_s and read.mib_per_s > 0
+
+
 def test_info_lists_every_entry_with_its_place_in_the_file(target: Path, flat: Any) -> None:
     result = striate.save(flat, target, chunk_bytes=4096)
     found = striate.info(target)
