@@ -16,6 +16,7 @@ PACKAGE = Path(striate.__file__).parent
 # From the top down: a module imports only what stands in a later row. What a row's modules have in common is how much
 # of the world they know.
 ROWS = (
+    {"__main__"},
     {"cli", "integrations", "dcp"},
     {"volume"},
     {"torch_api"},
