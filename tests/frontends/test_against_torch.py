@@ -212,7 +212,9 @@ def test_loading_into_a_copy_of_what_was_saved_changes_nothing_and_into_zeros_re
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(torch.uint8)
+    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # A tensor of one value counts as contiguous whatever its stride. No copy: it would make any true byte a 1.
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
