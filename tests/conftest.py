@@ -13,9 +13,11 @@ import pytest
 
 from support.loop_drives import CannotMakeDrives, LoopDrive, loop_drives
 
-# Two cores that others use too: a deadline would measure the neighbours.
-hypothesis.settings.register_profile("striate", deadline=None, print_blob=True)
-hypothesis.settings.load_profile("striate")
+# Two cores that others use too: a deadline would measure the neighbours. The same examples each time: whether a change
+# is good must not depend on luck. HYPOTHESIS_PROFILE=search looks for new ones.
+hypothesis.settings.register_profile("striate", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("search", deadline=None, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "striate"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -127,9 +127,11 @@ class Engine:
     """An engine for one call of striate.
 
     ``stats`` gathers the runs, oldest first; ``uses`` what the runs that moved a checkpoint's data did on each drive.
+    ``workers``: threads at most, ``io_depth``: blocks (or groups) in flight for each; 0: as fits the machine and files.
     """
 
-    def __init__(self, choice: EngineChoice = "auto") -> None:
+    def __init__(self, choice: EngineChoice = "auto", *, workers: int = 0, io_depth: int = 0) -> None:
+        self.workers, self.io_depth = workers, io_depth
         self.may_fall_back = choice == "auto"
         self.stats: list[_engine.Stats] = []
         self.uses: dict[str, DriveUse] = {}
@@ -180,6 +182,7 @@ class Engine:
 
         Raises _engine.RunError, which the caller words: only it knows the paths.
         """
+        options = {"workers_max": self.workers, "depth": self.io_depth, **options}
         try:
             results, stats = self.io.run(direction, files, jobs, extents, **options)
         except _engine.RunError as e:

@@ -304,7 +304,7 @@ class _Saver:
 
     def plain(self, tensor: Tensor) -> tuple[Plain, torch.UntypedStorage] | None:
         """As ``whole``, if torch's rebuild has nothing to add: no grad, no hooks, no attributes."""
-        if tensor.requires_grad or tensor.__dict__ or tensor._backward_hooks is not None:
+        if tensor.requires_grad or tensor.__dict__ or tensor._backward_hooks:
             return None
         return self.whole(tensor)
 
@@ -361,7 +361,7 @@ class _Saver:
                 self.tied.add(id(tensor))
                 self.keep.append(tensor)
             return None
-        if tensor.requires_grad or tensor.__dict__ or tensor._backward_hooks is not None:
+        if tensor.requires_grad or tensor.__dict__ or tensor._backward_hooks:
             return None
         n = self.rows[id(tensor)] = self.add_plain(tensor, plain, storage)
         return ("storage", n)

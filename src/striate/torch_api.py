@@ -346,7 +346,7 @@ def load(
     if _is_special(path):
         with open(path, "rb") as special:
             return _load_stream(special, options, progress)
-    with _opened(path, Engine(engine), verify, drives, generation) as source:
+    with opened(path, Engine(engine), verify, drives, generation) as source:
         if source is None:
             return _torch_load(path, options)
         loaded = load_from(source, options, progress)
@@ -372,7 +372,7 @@ def tell(on_loaded: OnLoaded | None, source: Readable, begun: float) -> None:
 
 
 @contextlib.contextmanager
-def _opened(
+def opened(
     path: str | bytes,
     engine: Engine,
     verify: bool,
@@ -439,7 +439,7 @@ def _torch_load(f: Any, options: LoadOptions) -> Any:
 def load_from(source: Readable, options: LoadOptions, progress: ProgressChoice) -> Any:
     """Loads an open checkpoint."""
     held = source.manifest
-    pickled = _graph_of(source, options.verify)
+    pickled = graph_of(source, options.verify)
     restore = _admitted(held, pickled, options)
     storages, addresses = _allocate(held, restore)
     tensors: dict[int, torch.Tensor] = {}
@@ -551,7 +551,7 @@ def _graph_memory(held: manifest.Manifest) -> NDArray[np.uint8]:
     return np.empty(held.table.graph[1], np.uint8)
 
 
-def _graph_of(source: Readable, verify: bool) -> bytes | None:
+def graph_of(source: Readable, verify: bool) -> bytes | None:
     held = source.manifest
     if not held.graph_entry:
         return None if held.graph is None else manifest.unpack_graph(held.graph, held.graph_bytes or 0)
@@ -642,7 +642,7 @@ def load_tensors(
     """
     if isinstance(names, (str, bytes)):
         raise TypeError(f"names is a list of names, not one: [{names!r}]")
-    with _opened(os.fspath(f), Engine(engine), verify, drives) as source:
+    with opened(os.fspath(f), Engine(engine), verify, drives) as source:
         if source is None:
             raise FormatError(
                 f"{display(os.fspath(f))} is a torch.save file, whose tensors cannot be read alone: load it with "
@@ -731,7 +731,7 @@ def load_into(
     chosen = Engine(engine)
     if verify_first:
         _verified(path, chosen, drives, False).raise_if_damaged()
-    with _opened(path, chosen, verify, drives) as source:
+    with opened(path, chosen, verify, drives) as source:
         if source is None:
             merge.plan(_torch_load(path, options))
             return merge.apply()
@@ -755,7 +755,7 @@ def check_targets(state: Any) -> None:
 def load_into_from(merge: Merge, source: Readable, options: LoadOptions, progress: ProgressChoice) -> Any:
     """Loads an open checkpoint into the tensors of a merge."""
     held = source.manifest
-    pickled = _graph_of(source, options.verify)
+    pickled = graph_of(source, options.verify)
     restore = _admitted(held, pickled, options)
     direct = _direct_targets(merge, held, pickled)
     if not _read_into(merge, source, pickled, restore, direct, options, progress):
@@ -866,7 +866,7 @@ def info(f: str | bytes | os.PathLike[Any], *, verify: bool = True) -> Checkpoin
 
     Reads files of striate and foreign safetensors; for torch.save files it raises FormatError.
     """
-    with _opened(os.fspath(f), Engine("posix"), verify) as source:
+    with opened(os.fspath(f), Engine("posix"), verify) as source:
         if source is None:
             raise FormatError(
                 f"{display(os.fspath(f))} is a torch.save file, whose contents stand in a pickle: load it with "
@@ -902,13 +902,13 @@ def info_of(source: Readable) -> CheckpointInfo:
         tensors=tensors,
         ties=dict(held.ties),
         metadata=dict(held.metadata),
-        members=_members_of(several) if several else (),
+        members=members_of(several) if several else (),
         data_blocks=several.manifest.blocks.shape.data if several else 1,
         check_blocks=several.manifest.blocks.shape.checks if several else 0,
     )
 
 
-def _members_of(several: MemberSet) -> tuple[MemberInfo, ...]:
+def members_of(several: MemberSet) -> tuple[MemberInfo, ...]:
     found = []
     for number in range(len(several.manifest.drives)):
         member, trouble = several.members.get(number), several.troubles.get(number)

@@ -42,6 +42,7 @@ Name = str | bytes | os.PathLike[Any]
 
 _ENVIRONMENT = "STRIATE_VOLUME"
 _HANG_TIMEOUT_S = 300.0
+_TUNING_MAX = 1024
 _GROUP_BYTES_MAX = 256 << 20  # the budget of a save's slots; a group is encoded whole
 
 
@@ -75,6 +76,8 @@ class Volume:
     hang_timeout_s: a drive that does not answer for so long (300 s unless told) is given up; None waits for ever,
         and allows to read straight into the memory of tensors.
     max_bandwidth, max_drive_bandwidth: bytes/s of all drives together, and of each, that a save may use; None: all.
+    workers, io_depth: threads at most, and blocks (with parity: groups) in flight for each; None: as fits the machine
+        and the drives. ``striate bench`` finds out whether others do better.
     idle_priority: saves do their I/O in the idle class (ioprio_set(2)), behind a data loader that reads from the same
         drives; the schedulers bfq and mq-deadline heed it, "none" does not.
 
@@ -96,6 +99,8 @@ class Volume:
         max_bandwidth: int | None = None,
         max_drive_bandwidth: int | None = None,
         idle_priority: bool = False,
+        workers: int | None = None,
+        io_depth: int | None = None,
         engine: EngineChoice = "auto",
     ) -> None:
         if isinstance(drives, (str, bytes)) or not drives:
@@ -115,6 +120,9 @@ class Volume:
         for what, count in (("copies", copies), ("parity", parity)):
             if count is not None and (isinstance(count, bool) or not isinstance(count, int)):
                 raise ValueError(f"{what} is a whole number, not {count!r}")
+        for what, count in (("workers", workers), ("io_depth", io_depth)):
+            if count is not None and (type(count) is not int or not 1 <= count <= _TUNING_MAX):
+                raise ValueError(f"{what} is a whole number from 1 to {_TUNING_MAX}, or None, not {count!r}")
         if weights is not None and (len(weights) != len(drives) or not all(map(_is_positive, weights))):
             raise ValueError(
                 f"weights are {len(drives)} positive numbers, one for each drive, not {weights!r}"
@@ -128,6 +136,7 @@ class Volume:
         self.drives = tuple(os.fspath(drive) for drive in drives)
         self.layout = layout
         self.engine = engine
+        self._tuning = {"workers": workers or 0, "io_depth": io_depth or 0}
         self._layout = Layout(
             shape=shape,
             chunk_bytes=chunk_bytes,
@@ -425,7 +434,7 @@ class Volume:
     # ---- helpers ---------------------------------------------------------
 
     def _engine(self, choice: EngineChoice | None) -> Engine:
-        return Engine(self.engine if choice is None else choice)
+        return Engine(self.engine if choice is None else choice, **self._tuning)
 
     @contextlib.contextmanager
     def _opened(
@@ -457,6 +466,8 @@ _SETTINGS = {
     "max_bandwidth",
     "max_drive_bandwidth",
     "idle_priority",
+    "workers",
+    "io_depth",
     "engine",
 }
 

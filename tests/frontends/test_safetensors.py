@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,23 @@ def test_plain_dict_is_exactly_the_same_for_safetensors(target: Path, flat: Any,
     with safetensors.safe_open(target, "pt") as f:
         assert f.metadata()["format"] == "pt"
         assert torch.equal(f.get_slice("embed.weight")[3:5], flat["embed.weight"][3:5])
+
+
+def test_what_torch_load_gave_is_as_readable_as_what_was_never_saved(target: Path, nested: Any) -> None:
+    """torch.load leaves an empty dict of hooks at each tensor, which is nothing that has to come back."""
+    file = io.BytesIO()
+    torch.save(nested, file)
+    file.seek(0)
+    again = torch.load(file)
+    striate.save(nested, target)
+    wanted = striate.info(target)
+    striate.save(again, target)
+    found = striate.info(target)
+    assert [(t.name, t.dtype, t.shape) for t in found.tensors] == [
+        (t.name, t.dtype, t.shape) for t in wanted.tensors
+    ]
+    assert found.ties == wanted.ties
+    same(striate.load(target), nested)
 
 
 def test_state_dict_of_a_module_loads_strictly(target: Path, engine: Any) -> None:

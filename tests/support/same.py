@@ -129,7 +129,9 @@ def _compare_tensors(
     one, other = found.untyped_storage(), wanted.untyped_storage()
     if len(one) != len(other):
         yield f"{where} has a storage of {len(one)} bytes, not {len(other)}"
-    elif sharing.differs(one, other):
+    elif len(wanted.untyped_storage()) and sharing.differs(
+        one, other
+    ):  # torch tears empty ones apart, now and then
         yield f"{where} shares its storage differently"
     elif not sharing.same_bytes(one, other):
         yield f"{where} has other bytes"
