@@ -32,6 +32,7 @@ COMMANDS = {
     "convert": "convert",
     "import": "convert",
     "bench": "bench",
+    "plan": "plan",
 }
 
 

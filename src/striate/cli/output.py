@@ -141,13 +141,19 @@ def bytes_text(count: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """``850 ms``, ``12.3 s``, ``3 min 20 s``, ``2 h 05 min``."""
+    """``850 ms``, ``12.3 s``, ``3 min 20 s``, ``2 h``."""
     if seconds < 1:
         return f"{seconds * 1e3:.0f} ms"
     if seconds < 60:
         return f"{seconds:.1f} s"
     if seconds < 3600:
-        return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
+        return _two(seconds / 60, "min", "s")
     if seconds < 48 * 3600:
-        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
+        return _two(seconds / 3600, "h", "min")
     return f"{seconds / 86400:.1f} days"
+
+
+def _two(value: float, large: str, small: str) -> str:
+    """A value in two units, of which the larger is sixty of the smaller."""
+    whole, rest = divmod(round(value * 60), 60)
+    return f"{whole} {large} {rest:02d} {small}" if rest else f"{whole} {large}"
