@@ -66,14 +66,37 @@ def test_a_model_is_measured_by_its_file(cli: Cli, tmp_path: Path) -> None:
     ("config", "billions"),
     [
         # Llama 2 7B and Mistral 7B as their model cards have them: 6.74e9 and 7.24e9.
-        ({"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 11008, "vocab_size": 32000, "num_attention_heads": 32,
-              "num_key_value_heads": 32, "hidden_act": "silu"}, 6.74),
-        ({"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336, "vocab_size": 32000, "num_attention_heads": 32,
-              "num_key_value_heads": 8, "hidden_act": "silu"}, 7.24),
+        (
+            {
+                "hidden_size": 4096,
+                "num_hidden_layers": 32,
+                "intermediate_size": 11008,
+                "vocab_size": 32000,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 32,
+                "hidden_act": "silu",
+            },
+            6.74,
+        ),
+        (
+            {
+                "hidden_size": 4096,
+                "num_hidden_layers": 32,
+                "intermediate_size": 14336,
+                "vocab_size": 32000,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "hidden_act": "silu",
+            },
+            7.24,
+        ),
         # GPT-2: 0.124e9.
-        ({"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "tie_word_embeddings": True}, 0.124),
+        (
+            {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "tie_word_embeddings": True},
+            0.124,
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_config_gives_an_estimate_that_is_said_to_be_one(
     cli: Cli, tmp_path: Path, config: dict[str, object], billions: float
 ) -> None:
