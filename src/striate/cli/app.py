@@ -31,6 +31,7 @@ COMMANDS = {
     "export": "export",
     "convert": "convert",
     "import": "convert",
+    "doctor": "doctor",
     "bench": "bench",
     "plan": "plan",
 }
