@@ -58,7 +58,6 @@ __all__ = [
     "read_labels",
     "parent_of",
     "read_small",
-    "rotates",
     "take_place",
     "warn_of_devices",
     "write_labels",
@@ -616,7 +615,7 @@ def warn_of_devices(found: DriveSet) -> None:
                 "lost together. Give one directory of each drive.",
                 VolumeWarning,
             )
-    turning = [paths[0] for device, paths in devices.items() if rotates(device)]
+    turning = [paths[0] for device, paths in devices.items() if _rotates(device)]
     if turning:
         warn(
             f"{', '.join(turning)}: the device says that it is a rotating disk. It works, and will be the one "
@@ -625,7 +624,7 @@ def warn_of_devices(found: DriveSet) -> None:
         )
 
 
-def rotates(device: int) -> bool:
+def _rotates(device: int) -> bool:
     entry = f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"
     for queue in (f"{entry}/queue", f"{entry}/../queue"):
         try:

@@ -7,6 +7,7 @@ torch.distributed.checkpoint (DCP).
 from __future__ import annotations
 
 import ctypes
+import enum
 import io
 import json
 import mmap
@@ -294,8 +295,17 @@ _DCP_NAMES = {
 }
 
 
+def _member_of(kind: Any, name: Any) -> Any:
+    """In the place of getattr, by which Python 3.11.0 to 3.11.3 pickle the members of an enumeration."""
+    if isinstance(kind, type) and issubclass(kind, enum.Enum) and isinstance(name, str):
+        return kind[name]
+    raise UnsafePickle("the metadata calls getattr, which could run code")
+
+
 class _DcpUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in (("builtins", "getattr"), ("__builtin__", "getattr")):
+            return _member_of
         known = (module, name) in _DCP_NAMES or module == "torch.distributed.checkpoint.metadata"
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (not known and not is_dtype) or "." in name:

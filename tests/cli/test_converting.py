@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -229,6 +230,35 @@ def test_no_pickle_runs_unless_it_is_trusted(cli: Cli, tmp_path: Path) -> None:
         ran = cli("convert", tmp_path / source, tmp_path / "out")
         assert ran.code == 1 and "--trust" in ran.err, ran.err
         assert not (tmp_path / "fired").exists() and not (tmp_path / "out").exists()
+
+
+class ByName:
+    """Pickled as a member of an enumeration is by Python 3.11.0 to 3.11.3: getattr and two arguments."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __reduce__(self) -> Any:
+        return (getattr, self.arguments)
+
+
+def test_getattr_in_dcps_metadata_gives_members_of_enumerations_and_nothing_else(
+    cli: Cli, tmp_path: Path
+) -> None:
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
+
+    from striate.importing import _DcpUnpickler
+
+    def loaded(value: Any) -> Any:
+        return _DcpUnpickler(io.BytesIO(pickle.dumps(value))).load()
+
+    member = _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
+    assert loaded(ByName(_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT")) is member
+    for arguments in ((Metadata, "__init__"), (Metadata, "__class__"), ("text", "join")):
+        with pytest.raises(striate.UnsafePickle, match="getattr"):
+            loaded(ByName(*arguments))
+    with pytest.raises(KeyError):
+        loaded(ByName(_MEM_FORMAT_ENCODING, "__class__"))
 
 
 def test_a_dcp_entry_runs_no_pickle(cli: Cli, tmp_path: Path) -> None:

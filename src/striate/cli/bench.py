@@ -146,12 +146,12 @@ def _check_drives(drives: Sequence[str]) -> None:
             )
         if os.statvfs(drive).f_flag & os.ST_RDONLY:
             raise Failure(f"{display(drive)} is mounted read-only: remount it.")
-    seen: dict[tuple[int, int], str] = {}
+    seen: set[tuple[int, int]] = set()
     for drive in drives:
         found = os.stat(drive)
-        twin = seen.setdefault((found.st_dev, found.st_ino), drive)
-        if twin is not drive:
+        if (found.st_dev, found.st_ino) in seen:
             raise typer.BadParameter(f"{display(drive)} is given twice.", param_hint="DRIVES")
+        seen.add((found.st_dev, found.st_ino))
 
 
 def _setting(layout: str | None, drives: int) -> Setting:

@@ -294,7 +294,8 @@ def _at_once(actions: Sequence[Callable[[], None]]) -> None:
         except BaseException as e:
             failures.append(e)
 
-    threads = [threading.Thread(target=run, args=(action,)) for action in actions]
+    # Daemons: Ctrl-C need not wait for what they are in the middle of.
+    threads = [threading.Thread(target=run, args=(action,), daemon=True) for action in actions]
     for thread in threads:
         thread.start()
     for thread in threads:

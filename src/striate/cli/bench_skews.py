@@ -8,17 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from striate.cli.output import bytes_text
-from striate.drive_set import rotates
+from striate.devices import IN_MEMORY, OVER_A_NETWORK, Disk, disks_under, mount_of
 from striate.drives import display
 
 __all__ = ["skews"]
 
-# Documentation/ABI/stable/sysfs-block: milliseconds during which a device had I/O; twice over this time.
+# Documentation/ABI/stable/sysfs-block, stat: milliseconds during which a device had I/O; read twice over this time.
 _LOOK_S = 0.3
 _BUSY_SHARE = 0.1
 _CACHE_BYTES = 1 << 30
-_IN_MEMORY = {"tmpfs", "ramfs"}
-_OVER_A_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "ceph", "9p", "lustre", "glusterfs", "virtiofs"}
 
 
 def skews(drives: Sequence[str], size_bytes: int) -> list[str]:
@@ -34,63 +32,49 @@ def skews(drives: Sequence[str], size_bytes: int) -> list[str]:
 
 def _of_devices(drives: Sequence[str]) -> list[str]:
     found = []
-    by_device: dict[int, list[str]] = {}
+    disks: dict[str, Disk] = {}
+    on: dict[str, list[str]] = {}
     for drive in drives:
-        by_device.setdefault(os.stat(drive).st_dev, []).append(drive)
-    for paths in by_device.values():
+        under = disks_under(drive)
+        disks.update((disk.name, disk) for disk in under)
+        for name in [disk.name for disk in under] or [f"device {os.stat(drive).st_dev}"]:
+            on.setdefault(name, []).append(drive)
+    for name, paths in on.items():
         if len(paths) > 1:
             names = " and ".join(map(display, paths))
-            found.append(f"{names} are on one device: together they are no faster than one.")
-    busy_before = {device: _busy_ms(device) for device in by_device}
+            found.append(f"{names} are on one device, {name}: together they are no faster than one.")
+    before = {name: _busy_ms(name) for name in disks}
     time.sleep(_LOOK_S)
-    for device, paths in by_device.items():
-        before, after = busy_before[device], _busy_ms(device)
-        if before is not None and after is not None and after - before > _BUSY_SHARE * _LOOK_S * 1e3:
-            found.append(f"{display(paths[0])}: the device is busy already: somebody else reads or writes.")
-        if rotates(device):
-            found.append(f"{display(paths[0])}: the device says that it is a rotating disk.")
+    for name, disk in disks.items():
+        busy = _busy_ms(name) - before[name]
+        if busy > _BUSY_SHARE * _LOOK_S * 1e3:
+            found.append(f"{display(on[name][0])}: {name} is busy already: somebody else reads or writes.")
+        if disk.rotational:
+            found.append(f"{display(on[name][0])}: {name} says that it is a rotating disk.")
     return found
 
 
-def _busy_ms(device: int) -> int | None:
+def _busy_ms(disk: str) -> int:
     try:
-        with open(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat") as stat:
-            return int(stat.read().split()[9])
+        return int(Path(f"/sys/block/{disk}/stat").read_text().split()[9])
     except (OSError, IndexError, ValueError):
-        return None
+        return 0
 
 
 def _of_file_systems(drives: Sequence[str]) -> list[str]:
     found = []
     for drive in drives:
-        kind = _kind_of(drive)
-        if kind in _IN_MEMORY:
+        mount = mount_of(drive)
+        kind = "" if mount is None else mount.kind
+        if kind in IN_MEMORY:
             found.append(
                 f"{display(drive)} is {kind}: memory is measured, not a drive, and nothing on it lasts."
             )
-        elif kind in _OVER_A_NETWORK or kind.startswith("fuse"):
+        elif kind in OVER_A_NETWORK or kind.startswith("fuse"):
             found.append(f"{display(drive)} is {kind}: what is measured is the way to it, and caches on it.")
         elif not _takes_direct(drive):
             found.append(f"{display(drive)} ({kind}) takes no O_DIRECT: the page cache is in the path.")
     return found
-
-
-def _kind_of(path: str) -> str:
-    """The type of the file system that holds a path, "" if it cannot be told."""
-    real = os.path.realpath(path)
-    best, kind = "", ""
-    try:
-        lines = Path("/proc/self/mounts").read_text().splitlines()
-    except OSError:
-        return ""
-    for line in lines:
-        _, point, type_, *_ = line.split(" ")
-        point = point.encode().decode("unicode_escape").encode("latin-1").decode(errors="surrogateescape")
-        inside = real == point or real.startswith(point.rstrip("/") + "/")
-        # A later mount over the same point hides the earlier one.
-        if inside and len(point) >= len(best):
-            best, kind = point, type_
-    return kind
 
 
 def _takes_direct(directory: str) -> bool:
