@@ -240,17 +240,18 @@ def _raw(
         descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
     offsets = range(0, size_bytes, BLOCK_BYTES)
     try:
-        with mmap.mmap(-1, DEPTH * BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as slots:
-            slots[:] = os.urandom(4096) * (len(slots) // 4096)
-            if direction == "write":
-                with contextlib.suppress(OSError):
-                    os.posix_fallocate(descriptor, 0, size_bytes)
-            ready()
-            begun = time.perf_counter()
-            _move(descriptor, direction, slots, offsets)
-            if direction == "write":
-                os.fsync(descriptor)
-            return time.perf_counter() - begun
+        # Not closed by hand: after Ctrl-C the ring may still have it.
+        slots = mmap.mmap(-1, DEPTH * BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        slots[:] = os.urandom(4096) * (len(slots) // 4096)
+        if direction == "write":
+            with contextlib.suppress(OSError):
+                os.posix_fallocate(descriptor, 0, size_bytes)
+        ready()
+        begun = time.perf_counter()
+        _move(descriptor, direction, slots, offsets)
+        if direction == "write":
+            os.fsync(descriptor)
+        return time.perf_counter() - begun
     finally:
         os.close(descriptor)
 
@@ -280,7 +281,6 @@ def _move(descriptor: int, direction: Literal["read", "write"], slots: mmap.mmap
                 failures.append(e)
 
     _at_once([lambda slot=slot: work(slot) for slot in range(DEPTH)])  # type: ignore[misc]
-    view.release()
     if failures:
         raise failures[0]
 
