@@ -184,6 +184,8 @@ def test_the_settings_are_parameters_of_a_volume() -> None:
 def test_the_data_a_setting_holds() -> None:
     assert bench_run.Setting("stripe").data_drives(4) == 4
     assert bench_run.Setting("mirror", copies=2).data_drives(4) == 2
+    assert bench_run.Setting("mirror", copies=2).data_drives(3) == 1.5
+    assert bench_run.Setting("mirror", copies=2).payload_bytes(3, 20 << 20) == 28 << 20
     assert bench_run.Setting("parity", parity=2).data_drives(8) == 6
     assert bench_run.scaling_counts(1) == [1]
     assert bench_run.scaling_counts(6) == [1, 2, 4, 6]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ from cli.conftest import Cli, require_narrow, training_state
 from safetensors.torch import save_file
 
 import striate
+from striate.cli import app
+from striate.cli.output import CODES_HELP
 from support.same import same
 
 pytestmark = pytest.mark.filterwarnings("ignore::striate.errors.VolumeWarning")
@@ -330,6 +333,15 @@ def test_the_program_is_there_and_says_its_version_and_help() -> None:
     assert "Exit status: 0 fine" in done.stdout
     done = subprocess.run([sys.executable, "-m", "striate"], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "inspect" in done.stdout + done.stderr
+
+
+def test_every_command_is_in_the_document_and_tells_its_exit_codes() -> None:
+    document = (Path(__file__).resolve().parents[2] / "docs/cli.md").read_text()
+    for name in app.COMMANDS:
+        if name != "import":
+            assert f"\n## {name}\n" in document and f"$ striate {name} " in document, name
+        command = importlib.import_module(f"striate.cli.{app.COMMANDS[name]}")
+        assert CODES_HELP in (getattr(command, app.COMMANDS[name]).__doc__ or "")
 
 
 def test_reading_only_the_beginning_of_the_output_is_no_error(plain: Path) -> None:

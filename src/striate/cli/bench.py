@@ -322,7 +322,8 @@ def _draw(console: Console, measured: Measured, described: str, plot: Path | Non
     console.print(f"\nthe best {measured.best.label}, as a volume (striate.Volume.from_file):\n")
     console.print(described, soft_wrap=True, end="")
     if plot is not None:
-        say(console, f"\nplot: {plot}")
+        console.print()
+        say(console, f"plot: {plot}")
 
 
 def _difference(setting: Setting, usual: Setting) -> str:

@@ -49,7 +49,7 @@ DEPTH = 8
 _PREFIX = ".striate-bench-"
 _LAYER_BYTES = 32 * MIB
 _SAMPLES = 24
-_SAMPLE_MIN_S = 0.05
+_SAMPLE_MIN_S = 0.2
 
 LayoutName = Literal["stripe", "mirror", "parity"]
 
@@ -66,16 +66,20 @@ class Setting:
     workers: int | None = None
     io_depth: int | None = None
 
-    def data_drives(self, drives: int) -> int:
+    def data_drives(self, drives: int) -> float:
         """How many drives' worth of data a save of so many drives' worth of writing holds."""
         if self.layout == "parity":
             return drives - (self.parity or 1)
-        return drives // (self.copies or 2) if self.layout == "mirror" else drives
+        return drives / (self.copies or 2) if self.layout == "mirror" else drives
+
+    def payload_bytes(self, drives: int, size_bytes: int) -> int:
+        """What a save holds that writes size_bytes to each drive; a multiple of 4 MiB."""
+        return int(self.data_drives(drives) * size_bytes) // BLOCK_BYTES * BLOCK_BYTES
 
     def label(self, drives: int) -> str:
         """``parity 3+1``, ``mirror 2 of 4``."""
         if self.layout == "parity":
-            return f"parity {self.data_drives(drives)}+{self.parity or 1}"
+            return f"parity {drives - (self.parity or 1)}+{self.parity or 1}"
         return f"mirror {self.copies or 2} of {drives}" if self.layout == "mirror" else f"stripe {drives}"
 
     def volume(self, places: Sequence[str]) -> Volume:
@@ -373,9 +377,8 @@ class _Bench:
         self.size_bytes = size_bytes
         self.rounds = rounds
         self.step = step
-        most = max(s.data_drives(len(places)) for s in layouts_for(len(places)))
         step("making data", 0)
-        self.payload = _Payload(most * size_bytes)
+        self.payload = _Payload(len(places) * size_bytes)
 
     def ceilings(
         self, alone: dict[str, list[tuple[float, float]]], together: list[tuple[float, float]]
@@ -397,7 +400,7 @@ class _Bench:
 
     def run(self, setting: Setting, drives: int, samples: _Samples) -> None:
         """One save and one load, checked."""
-        nbytes = setting.data_drives(drives) * self.size_bytes
+        nbytes = setting.payload_bytes(drives, self.size_bytes)
         places = [os.path.join(place, f"volume-{uuid.uuid4().hex[:8]}") for place in self.places[:drives]]
         for place in places:
             os.mkdir(place)
@@ -562,7 +565,7 @@ def planned_bytes(drives: int, size_bytes: int, rounds: int, *, peers: bool, tun
     """What all steps move together, for the bar."""
     each = 4 * drives * size_bytes
     each += sum(2 * count * size_bytes for count in scaling_counts(drives))
-    each += sum(2 * s.data_drives(drives) * size_bytes for s in layouts_for(drives) if s.layout != "stripe")
+    each += sum(2 * s.payload_bytes(drives, size_bytes) for s in layouts_for(drives) if s.layout != "stripe")
     if tune:
         each += 2 * drives * size_bytes * len(variants_of(layouts_for(drives)[-1], cpus))
     if peers:
@@ -643,16 +646,13 @@ def _result(
     alone: Sequence[Ceiling],
     together: Ceiling,
 ) -> Result:
-    data = setting.data_drives(drives)
-    payload = data * size_bytes
+    payload = setting.payload_bytes(drives, size_bytes)
     gib = payload / 2**30
     save = payload / MIB / statistics.median(samples.save_s)
     load = payload / MIB / statistics.median(samples.load_s)
     all_used = drives == len(alone)
     write = together.write_mib_per_s if all_used else sum(c.write_mib_per_s for c in alone[:drives])
     read = together.read_mib_per_s if all_used else sum(c.read_mib_per_s for c in alone[:drives])
-    # A load takes each block from one of its copies, and check blocks from nowhere.
-    share = 1.0 if setting.layout == "mirror" else data / drives
     return Result(
         setting.label(drives),
         setting,
@@ -660,8 +660,9 @@ def _result(
         payload,
         save,
         load,
-        save / (write * data / drives),
-        load / (read * share),
+        # All drives write copies and check blocks too, and a load reads data alone, from all of them.
+        save / (write * setting.data_drives(drives) / drives),
+        load / read,
         statistics.median(samples.save_cpu_s) / gib,
         statistics.median(samples.load_cpu_s) / gib,
     )

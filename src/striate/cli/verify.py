@@ -93,9 +93,8 @@ def _code(reports: list[VerifyReport], gone: list[tuple[str, str]]) -> ExitCode:
 def _draw(console: Console, report: VerifyReport) -> None:
     several = isinstance(report, VolumeReport)
     if report.ok:
-        say(
-            console, f"{report.path}: whole ({bytes_text(report.file_bytes)}, {report.chunks_count:,} chunks)"
-        )
+        chunks = f"{report.chunks_count:,} chunk{'s' * (report.chunks_count != 1)}"
+        say(console, f"{report.path}: whole ({bytes_text(report.file_bytes)}, {chunks})")
         return
     say(console, f"{report.path}: {'DAMAGED, recoverable' if _recoverable(report) else 'LOST in part'}")
     if isinstance(report, VolumeReport):
