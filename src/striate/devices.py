@@ -59,7 +59,8 @@ class Mount:
 
     @property
     def read_only(self) -> bool:
-        return "ro" in self.options
+        # After an error ext4 refuses writes from Linux 6.15 on while it still calls itself rw.
+        return not {"ro", "emergency_ro"}.isdisjoint(self.options)
 
 
 @dataclass(frozen=True)
@@ -83,17 +84,38 @@ class Disk:
 
 
 def mount_of(path: str | os.PathLike[str]) -> Mount | None:
-    """The mount that holds a path. Of several over one point the last hides the others."""
+    """The mount that holds a path: by the kernel's number of it, or by its name where that is not told."""
+    mounts = list(_mounts())
+    number = _mount_number(path)
+    for mount_number, mount in mounts:
+        if mount_number == number:
+            return mount
+    # Of several over one point the last hides the others.
     real = os.path.realpath(path)
     best: Mount | None = None
-    for mount in _mounts():
+    for _, mount in mounts:
         inside = real == mount.point or real.startswith(mount.point.rstrip("/") + "/")
         if inside and (best is None or len(mount.point) >= len(best.point)):
             best = mount
     return best
 
 
-def _mounts() -> Iterator[Mount]:
+def _mount_number(path: str | os.PathLike[str]) -> int | None:
+    """The mount's number in mountinfo. Names do not tell it: a mount may be hidden by one above it."""
+    try:
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        for line in _text(Path(f"/proc/self/fdinfo/{descriptor}")).splitlines():
+            if line.startswith("mnt_id:"):
+                return int(line.split()[1])
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def _mounts() -> Iterator[tuple[int, Mount]]:
     try:
         lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
     except OSError:
@@ -109,17 +131,24 @@ def _mounts() -> Iterator[Mount]:
         # The mount's own word on ro and rw counts, not the file system's.
         if b"rw" in fields[5].split(b",") and "ro" in options and b"ro" not in super_options:
             del options["ro"]
-        yield Mount(
+        mount = Mount(
             _unescaped(fields[4]),
             os.fsdecode(rest[0]),
             _unescaped(rest[1]),
             tuple(options),
             (int(major), int(minor)),
         )
+        yield int(fields[0]), mount
 
 
 def _unescaped(field: bytes) -> str:
-    for code, character in ((b"\\040", b" "), (b"\\011", b"\t"), (b"\\012", b"\n"), (b"\\134", b"\\")):
+    for code, character in (
+        (b"\\040", b" "),
+        (b"\\011", b"\t"),
+        (b"\\012", b"\n"),
+        (b"\\043", b"#"),
+        (b"\\134", b"\\"),
+    ):
         field = field.replace(code, character)
     return os.fsdecode(field)
 

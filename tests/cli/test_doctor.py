@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,9 +36,10 @@ main()
 AS_NOBODY = f"""
 import contextlib, io, os, resource
 arguments = sys.argv
-with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-    sys.argv = ["striate", "doctor", "/dev/shm", "--json"]
-    main()
+for path in ("/dev/shm", "/nowhere"):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        sys.argv = ["striate", "doctor", path, "--json"]
+        main()
 sys.argv = arguments
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 << 10, 64 << 10))
 os.setgroups([])
@@ -115,8 +118,6 @@ def test_io_uring_switched_off_by_sysctl(tmp_path: Path) -> None:
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     subprocess.run(["mount", "--bind", {str(value)!r}, {str(there)!r}], check=True)
     """
-    import textwrap
-
     done = run_python(
         textwrap.dedent(script) + PROGRAM, tmp_path, refuse={"io_uring_setup": "EPERM"}, check=False
     )
@@ -194,6 +195,8 @@ def test_a_file_system_that_refuses_o_direct(cli: Cli, tmp_path: Path) -> None:
         if not refuses:
             pytest.skip("ramfs takes O_DIRECT on this kernel")
         assert "xfs or ext4" in the_one(found, "O_DIRECT is refused")["do"]
+        # It does not tell its size, which is not the same as having none.
+        assert not [finding for finding in found if "full" in finding["what"]]
 
 
 @ROOT
@@ -236,6 +239,108 @@ def test_an_ordinary_user_in_a_directory_of_somebody_else(tmp_path: Path) -> Non
     done = run_python(PROGRAM.replace("main()", AS_NOBODY), closed, check=False)
     one = the_one(json.loads(done.stdout)["findings"], "cannot write here")
     assert done.returncode == 1 and one["severity"] == "fault"
+
+
+def test_a_drive_that_is_full_to_its_last_block_still_takes_o_direct(cli: Cli, drive: LoopDrive) -> None:
+    with open(drive.path / "filler", "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+    found = findings_of(cli("doctor", drive.path, "--json"))
+    the_one(found, "full: ")
+    assert not [finding for finding in found if "O_DIRECT" in finding["what"]]
+
+
+@ROOT
+def test_a_file_system_out_of_inodes(cli: Cli, tmp_path: Path) -> None:
+    with mounted(tmp_path / "t", "-t", "tmpfs", "-o", "size=64m,nr_inodes=2", "tmpfs") as point:
+        (point / "last").touch()
+        found = findings_of(cli("doctor", point, "--json"))
+        assert "df -i" in the_one(found, "does not fit")["why"]
+        assert not [finding for finding in found if "cannot write" in finding["what"]]
+
+
+def test_a_file_system_that_refuses_writes_after_an_error(cli: Cli, drive: LoopDrive) -> None:
+    """From Linux 6.15 on ext4 says emergency_ro in such a case, and goes on calling itself rw."""
+    trigger = Path("/sys/fs/ext4") / drive.device.removeprefix("/dev/") / "trigger_fs_error"
+    if not trigger.exists():
+        pytest.skip("this kernel cannot be asked for an ext4 error")
+    subprocess.run(["mount", "-o", "remount,errors=remount-ro", str(drive.path)], check=True)
+    trigger.write_text("1")
+    ran = cli("doctor", drive.path, "--json")
+    one = the_one(findings_of(ran), "read-only")
+    assert ran.code == 1 and "dmesg" in one["do"] and "fsck" in one["do"]
+
+
+@pytest.mark.parametrize(("code", "refused"), [(errno.EIO, False), (errno.EINVAL, True)])
+def test_a_write_that_fails_is_no_refusal_of_o_direct(
+    cli: Cli, drive: LoopDrive, monkeypatch: pytest.MonkeyPatch, code: int, refused: bool
+) -> None:
+    def fail(*arguments: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "pwritev", fail)
+    ran = cli("doctor", drive.path, "--json")
+    if refused:
+        the_one(findings_of(ran), "O_DIRECT is refused")
+    else:
+        one = the_one(findings_of(ran), "(EIO)")
+        assert ran.code == 1 and one["severity"] == "fault" and "dmesg" in one["do"]
+    assert sorted(os.listdir(drive.path)) == ["lost+found"]
+
+
+def test_ext4_that_buffers_o_direct_is_not_said_to_take_it(cli: Cli, drive: LoopDrive) -> None:
+    subprocess.run(["umount", str(drive.path)], check=True)
+    subprocess.run(["mount", "-o", "data=journal", drive.device, str(drive.path)], check=True)
+    found = cli("doctor", drive.path, "--json").json
+    assert found["drives"][0]["direct"] == "accepted, may be buffered"
+    assert "data=journal" in the_one(found["findings"], "O_DIRECT")["do"]
+
+
+@ROOT
+def test_a_mount_that_another_hides_is_not_looked_at(cli: Cli, tmp_path: Path, drive: LoopDrive) -> None:
+    (drive.path / "sub").mkdir()
+    above = tmp_path / "above"
+    (above / "sub").mkdir(parents=True)
+    with mounted(above / "sub", "-t", "tmpfs", "tmpfs"), mounted(above, "--bind", drive.path):
+        found = cli("doctor", above / "sub", "--json").json
+    assert found["drives"][0]["mount"]["kind"] == "ext4"
+    assert not [finding for finding in found["findings"] if "tmpfs" in finding["what"]]
+
+
+@ROOT
+def test_the_data_set_on_a_file_system_without_a_device(cli: Cli, tmp_path: Path) -> None:
+    with mounted(tmp_path / "t", "-t", "tmpfs", "-o", "size=64m", "tmpfs") as point:
+        (point / "data").mkdir()
+        the_one(findings_of(cli("doctor", point, "--dataset", point / "data", "--json")), "the data set")
+
+
+@ROOT
+def test_a_directory_that_may_not_be_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "closed/inner").mkdir(parents=True)
+    (tmp_path / "closed").chmod(0o700)
+    for above in (tmp_path, *tmp_path.parents):
+        if above.stat().st_uid == 0 and str(above).startswith("/tmp/"):
+            above.chmod(0o755)
+    done = run_python(PROGRAM.replace("main()", AS_NOBODY), tmp_path / "closed/inner", check=False)
+    assert done.returncode == 1 and "Permission denied" in json.loads(done.stdout)["error"]
+
+
+def test_a_name_that_is_no_text_is_shown_escaped(tmp_path: Path) -> None:
+    odd = os.fsencode(tmp_path) + b"/\xff\n"
+    os.mkdir(odd)
+    program = PROGRAM.replace('"--json", ', "")
+    done = subprocess.run(
+        [sys.executable, "-c", program, odd],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(Path(striate.__file__).parents[1]),
+            "PYTHONIOENCODING": "utf-8:strict",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "\\xff" in done.stdout and "Error" not in done.stderr
 
 
 @pytest.mark.parametrize(

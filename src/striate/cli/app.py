@@ -5,6 +5,7 @@ Most commands need torch, which takes seconds to import: only the module of the 
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -104,6 +105,10 @@ def _show_warning(
 def main() -> None:
     """Runs the command line. Ends the process with an exit code; no error of a person's or a drive's is a traceback."""
     warnings.showwarning = _show_warning
+    for stream in (sys.stdout, sys.stderr):
+        # A path that is no text is shown escaped, not refused.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         app_of(sys.argv[1:])(prog_name="striate")
     except (Failure, StriateError, OSError, MemoryError) as e:

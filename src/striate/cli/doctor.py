@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
 import shutil
+import stat
 import subprocess
 import uuid
 from collections.abc import Sequence
@@ -37,6 +39,10 @@ _MEMLOCK_ENOUGH = 64 << 20
 _TIGHT_SHARE = 0.05
 _HEALTH_TIMEOUT_S = 10
 _BLOCK = 4096
+
+# Of O_DIRECT itself; any other error of the trial is the drive's or the file system's.
+_DIRECT_REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+_NO_ROOM = frozenset({"ENOSPC", "EDQUOT"})
 
 Severity = Literal["fault", "warning", "note"]
 
@@ -74,7 +80,11 @@ class System:
 
 @dataclass(frozen=True)
 class DriveFacts:
-    """One directory and what lies under it. ``direct``: "yes", "refused", "accepted, may be buffered", "not tried"."""
+    """One directory and what lies under it. ``direct``: "yes", "refused", "accepted, may be buffered", "not tried".
+
+    ``error``: why a small file could not be written and read ("EIO", "ENOSPC", ...), or "". ``total_bytes`` is 0 where
+    the file system does not tell its size.
+    """
 
     path: str
     mount: Mount | None
@@ -82,6 +92,7 @@ class DriveFacts:
     free_bytes: int
     total_bytes: int
     writable: bool
+    error: str
     direct: str
     memory_alignment: int | None
     offset_alignment: int | None
@@ -109,9 +120,7 @@ def doctor(
     Exit status 1 if something will lose data or fail.
     """
     for path in [*drives, *(dataset or [])]:
-        if not os.path.isdir(path):
-            what = "is no directory" if os.path.exists(path) else "does not exist"
-            raise Failure(f"{display(path)} {what}: give a directory on each drive.")
+        _require_directory(path)
     system = look_at_system()
     facts = [look_at_drive(drive) for drive in drives]
     findings = [
@@ -128,7 +137,27 @@ def doctor(
 doctor.__doc__ = f"{doctor.__doc__}\n\n{CODES_HELP}"
 
 
+def _require_directory(path: str) -> None:
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        raise Failure(f"{display(path)} does not exist: give a directory on each drive.") from None
+    except OSError as e:
+        raise Failure(f"{display(path)} cannot be looked at: {e.strerror}.") from None
+    if not stat.S_ISDIR(mode):
+        raise Failure(f"{display(path)} is no directory: give a directory on each drive.")
+
+
 # ---- looking -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Trial:
+    direct: str
+    memory: int | None = None
+    offset: int | None = None
+    writable: bool = True
+    error: str = ""
 
 
 def look_at_system() -> System:
@@ -177,57 +206,73 @@ def _open_files() -> int:
 def look_at_drive(path: str) -> DriveFacts:
     room = os.statvfs(path)
     disks = tuple(disks_under(path))
-    direct, memory, offset, writable = _try_direct(path)
+    trial = _try_direct(path)
     return DriveFacts(
         path=path,
         mount=mount_of(path),
         disks=disks,
         free_bytes=room.f_bavail * room.f_frsize,
         total_bytes=room.f_blocks * room.f_frsize,
-        writable=writable,
-        direct=direct,
-        memory_alignment=memory,
-        offset_alignment=offset,
+        writable=trial.writable,
+        error=trial.error,
+        direct=trial.direct,
+        memory_alignment=trial.memory,
+        offset_alignment=trial.offset,
         health={disk.name: health for disk in disks if (health := _health(disk))},
     )
 
 
-def _try_direct(path: str) -> tuple[str, int | None, int | None, bool]:
+def _try_direct(path: str) -> _Trial:
     """Whether O_DIRECT goes, by a file that is written and read; its alignments; whether anything can be written."""
     name = os.path.join(path, f".striate-doctor-{uuid.uuid4().hex}")
     try:
         plain = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except OSError:
-        return "not tried", None, None, False
+    except OSError as e:
+        return _Trial("not tried", writable=False, error=_name_of(e))
     try:
         os.close(plain)
         try:
             descriptor = os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
-        except OSError:
-            return "refused", None, None, True
+        except OSError as e:
+            return _failed(e, None, None)
         try:
-            return (*_transfer(path, descriptor), True)
+            return _transfer(path, descriptor)
         finally:
             os.close(descriptor)
     finally:
         os.unlink(name)
 
 
-def _transfer(path: str, descriptor: int) -> tuple[str, int | None, int | None]:
+def _name_of(error: OSError) -> str:
+    return errno.errorcode.get(error.errno or 0, str(error.errno))
+
+
+def _failed(error: OSError, memory: int | None, offset: int | None) -> _Trial:
+    if error.errno in _DIRECT_REFUSED:
+        return _Trial("refused", memory, offset)
+    return _Trial("not tried", memory, offset, error=_name_of(error))
+
+
+def _transfer(path: str, descriptor: int) -> _Trial:
     alignment = _engine.direct_alignment(descriptor)
     memory, offset = alignment if alignment is not None else (None, None)
     with mmap.mmap(-1, _BLOCK) as block:
         block[:] = b"striate " * (_BLOCK // 8)
         try:
-            if os.pwritev(descriptor, [block], 0) != _BLOCK or os.preadv(descriptor, [block], 0) != _BLOCK:
-                return "refused", memory, offset
-        except OSError:
-            return "refused", memory, offset
+            if os.pwritev(descriptor, [block], 0) != _BLOCK:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if os.preadv(descriptor, [block], 0) != _BLOCK:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        except OSError as e:
+            return _failed(e, memory, offset)
+    if alignment == (0, 0):
+        # ext4 takes the flag on data=journal and on encrypted files, and says here that it has no direct I/O for them.
+        return _Trial("accepted, may be buffered")
     mount = mount_of(path)
     kind = mount.kind if mount is not None else ""
     if kind in BUFFERS_SILENTLY or kind.startswith("fuse"):
-        return "accepted, may be buffered", memory, offset
-    return "yes", memory, offset
+        return _Trial("accepted, may be buffered", memory, offset)
+    return _Trial("yes", memory, offset)
 
 
 def _health(disk: Disk) -> dict[str, Any]:
@@ -322,6 +367,7 @@ def _io_uring_remedy(why_not: str) -> str:
 def judge_drive(drive: DriveFacts, system: System) -> list[Finding]:
     return [
         *_judge_file_system(drive),
+        *_judge_writing(drive),
         *_judge_room(drive),
         *_judge_direct(drive),
         *(finding for disk in drive.disks for finding in _judge_disk(drive, disk, system)),
@@ -359,18 +405,6 @@ def _judge_file_system(drive: DriveFacts) -> list[Finding]:
             "saves cost more CPU and memory traffic than on ext4 or xfs.",
             "xfs or ext4 for checkpoints; with btrfs, chattr +C on the directory avoids some of it.",
         ))  # fmt: skip
-    if mount.read_only:
-        found.append(Finding(
-            "fault", path, "mounted read-only",
-            "nothing can be saved; file systems also become so after errors.",
-            f"look at the kernel log (dmesg), then mount -o remount,rw {mount.point}.",
-        ))  # fmt: skip
-    elif not drive.writable:
-        found.append(Finding(
-            "fault", path, "this user cannot write here",
-            "nothing can be saved.",
-            "change the directory's owner or mode, or make room: see below.",
-        ))  # fmt: skip
     if not writes_barriers(mount):
         found.append(Finding(
             "fault", path, "mounted without write barriers",
@@ -388,9 +422,47 @@ def _judge_file_system(drive: DriveFacts) -> list[Finding]:
     return found
 
 
+def _read_only(drive: DriveFacts) -> bool:
+    return drive.error == "EROFS" or (drive.mount is not None and drive.mount.read_only)
+
+
+def _judge_writing(drive: DriveFacts) -> list[Finding]:
+    path = drive.path
+    if _read_only(drive):
+        point = drive.mount.point if drive.mount is not None else path
+        return [Finding(
+            "fault", path, "mounted read-only",
+            "nothing can be saved; file systems also become so after errors.",
+            f"look at the kernel log (dmesg), then mount -o remount,rw {point}; after an error, unmount it and run "
+            "fsck first.",
+        )]  # fmt: skip
+    if drive.error in ("", *_NO_ROOM):
+        return []
+    if drive.error in ("EACCES", "EPERM"):
+        return [Finding(
+            "fault", path, f"this user cannot write here ({drive.error})",
+            "nothing can be saved.",
+            "change the directory's owner or mode; lsattr shows whether it is immutable.",
+        )]  # fmt: skip
+    return [Finding(
+        "fault", path, f"a small file cannot be written and read back ({drive.error})",
+        "a save here fails the same way; an I/O error is often the first sign of a failing drive.",
+        "look at the kernel log (dmesg) and the drive's health; replace the drive if they say so.",
+    )]  # fmt: skip
+
+
 def _judge_room(drive: DriveFacts) -> list[Finding]:
-    mount = drive.mount
-    if mount is not None and mount.read_only:
+    if _read_only(drive):
+        return []
+    if drive.error in _NO_ROOM and drive.free_bytes >= 16 << 20:
+        return [Finding(
+            "fault", drive.path, f"full: {bytes_text(drive.free_bytes)} are free, and a file of 4 KiB does not fit "
+            f"({drive.error})",
+            "the file system is out of inodes (df -i), or this user's quota is used up: nothing can be saved.",
+            "delete files, or raise the quota; mkfs with more inodes.",
+        )]  # fmt: skip
+    # ramfs and some network file systems do not tell their size.
+    if drive.total_bytes == 0:
         return []
     room = f"{bytes_text(drive.free_bytes)} of {bytes_text(drive.total_bytes)} are free"
     if drive.free_bytes < 16 << 20:
@@ -409,6 +481,12 @@ def _judge_room(drive: DriveFacts) -> list[Finding]:
 
 
 def _judge_direct(drive: DriveFacts) -> list[Finding]:
+    if drive.direct == "accepted, may be buffered" and not _told_by_kind(drive.mount):
+        return [Finding(
+            "note", drive.path, "O_DIRECT is accepted here, and the data may be buffered all the same",
+            "saves cost more CPU and memory traffic than they look.",
+            "use xfs or ext4 on a local drive, without data=journal and encryption.",
+        )]  # fmt: skip
     if drive.direct != "refused":
         return []
     return [Finding(
@@ -416,6 +494,12 @@ def _judge_direct(drive: DriveFacts) -> list[Finding]:
         "saves go through the page cache: more CPU, the data loader's pages pushed out, and late at the drive.",
         "use xfs or ext4 on a local drive.",
     )]  # fmt: skip
+
+
+def _told_by_kind(mount: Mount | None) -> bool:
+    """Does another finding say already that such a file system buffers?"""
+    kind = mount.kind if mount is not None else ""
+    return kind in BUFFERS_SILENTLY | OVER_A_NETWORK or kind.startswith("fuse.")
 
 
 def _judge_disk(drive: DriveFacts, disk: Disk, system: System) -> list[Finding]:
@@ -475,8 +559,7 @@ def judge_together(drives: Sequence[DriveFacts], datasets: Sequence[str]) -> lis
     found = []
     by_disk: dict[str, list[str]] = {}
     for drive in drives:
-        names = [disk.name for disk in drive.disks] or [f"device {os.stat(drive.path).st_dev}"]
-        for name in names:
+        for name in _names(drive.path, drive.disks):
             by_disk.setdefault(name, []).append(drive.path)
     for name, paths in by_disk.items():
         if len(paths) > 1:
@@ -486,14 +569,19 @@ def judge_together(drives: Sequence[DriveFacts], datasets: Sequence[str]) -> lis
                 "give one directory of each drive.",
             ))  # fmt: skip
     for dataset in datasets:
-        for disk in disks_under(dataset):
-            if disk.name in by_disk:
+        for name in _names(dataset, disks_under(dataset)):
+            if name in by_disk:
                 found.append(Finding(
-                    "warning", by_disk[disk.name][0], f"the data set {dataset} is on the same device, {disk.name}",
+                    "warning", by_disk[name][0], f"the data set {dataset} is on the same device, {name}",
                     "a save and the data loader slow each other down.",
                     "another drive for one of them; or Volume(idle_priority=True) or max_bandwidth=.",
                 ))  # fmt: skip
     return found
+
+
+def _names(path: str, disks: Sequence[Disk]) -> list[str]:
+    """Of the disks below, or of the file system where none can be seen."""
+    return [disk.name for disk in disks] or [f"device {os.stat(path).st_dev}"]
 
 
 # ---- text --------------------------------------------------------------------
@@ -518,7 +606,7 @@ def _draw(
     console.print(lines)
     for drive in drives:
         console.print()
-        console.print(drive.path, soft_wrap=True)
+        console.print(display(drive.path), soft_wrap=True)
         _draw_drive(console, drive)
     console.print()
     if not findings:
@@ -527,9 +615,9 @@ def _draw(
     for severity in ("fault", "warning", "note"):
         for finding in findings:
             if finding.severity == severity:
-                say(console, f"{severity.upper()}  {finding.subject}: {finding.what}")
+                say(console, display(f"{severity.upper()}  {finding.subject}: {finding.what}"))
                 say(console, f"why: {finding.why}", indent="  ")
-                say(console, f"do:  {finding.do}", indent="  ")
+                say(console, display(f"do:  {finding.do}"), indent="  ")
     counts = {s: sum(f.severity == s for f in findings) for s in ("fault", "warning", "note")}
     console.print(f"\n{counts['fault']} fault(s), {counts['warning']} warning(s), {counts['note']} note(s)")
 
@@ -539,8 +627,9 @@ def _draw_drive(console: Console, drive: DriveFacts) -> None:
     lines.show_header = False
     if drive.mount is not None:
         options = ",".join(drive.mount.options)
-        lines.add_row("  file system", f"{drive.mount.kind} from {drive.mount.source}, {options}")
-    lines.add_row("  room", f"{bytes_text(drive.free_bytes)} of {bytes_text(drive.total_bytes)} free")
+        lines.add_row("  file system", display(f"{drive.mount.kind} from {drive.mount.source}, {options}"))
+    room = f"{bytes_text(drive.free_bytes)} of {bytes_text(drive.total_bytes)} free"
+    lines.add_row("  room", room if drive.total_bytes else "not known")
     aligned = ""
     if drive.memory_alignment is not None:
         aligned = f", memory by {drive.memory_alignment}, offsets by {drive.offset_alignment} bytes"
