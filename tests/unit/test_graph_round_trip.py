@@ -218,6 +218,82 @@ def test_what_comes_back_is_what_torch_gives_back(state: Any) -> None:
         same(found, wanted)
 
 
+simple_leaves = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(allow_nan=False),
+    st.sampled_from(["", "one", "two", "\ud800", "é" * 300]),
+    st.sampled_from([(), (0.9, 0.999), ((1, "one"), [2])]),
+    st.builds(filled, st.sampled_from(DTYPES[:10]), shapes, st.integers(0, 9)),
+)
+
+
+def simple_containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    names = st.one_of(
+        st.sampled_from(["one", "two", "one.two", "__metadata__", "\ud800"]), st.integers(-3, 300)
+    )
+    pairs = st.lists(st.tuples(names, inner), max_size=5)
+    return st.one_of(
+        pairs.map(dict),
+        pairs.map(OrderedDict),
+        pairs.map(with_metadata),
+        st.lists(inner, max_size=5),
+        st.lists(inner, max_size=5).map(tuple),
+    )
+
+
+@settings(max_examples=250)
+@given(simple_containers(st.recursive(simple_leaves, simple_containers, max_leaves=20)))
+def test_what_is_written_in_one_walk_is_what_a_pickler_writes(state: Any) -> None:
+    """The same storages under the same names, and a pickle that gives the same object."""
+    wanted = graph._dumps(state, pickle, 2)
+    found = graph._dumps_simple(state)
+    if found is None:
+        # A list that is there twice, or two tensors of one name: rare here, and the pickler's.
+        return
+    assert found.storages == wanted.storages and found.ties == wanted.ties == {}
+    assert [entry.source for entry in found.storages] == [entry.source for entry in wanted.storages]
+    same(through_graph(state), through_torch(state))
+
+
+def test_most_states_are_written_in_one_walk() -> None:
+    """Otherwise the fast way would be there for nobody."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(5, 3)).sum().backward()
+    optimizer.step()
+    betas = (0.9, 0.999)
+    plain = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "both": [betas, betas],
+        "rng": torch.get_rng_state(),
+    }
+    assert graph._dumps_simple(plain) is not None
+    same(through_graph(plain), through_torch(plain))
+    tied = torch.nn.Linear(3, 3)
+    shared = [torch.ones(2)]
+    one = torch.ones(3)
+    for state in (
+        {"a": tied.weight},
+        {"a": one, "b": one},
+        {"a": one, "b": one[1:]},
+        {"a": one.view(3), "b": one.view(3)},
+        {"a": shared, "b": shared},
+        {"a": {1, 2}},
+        {"a": torch.float32},
+        {(1, 2): one},
+        {True: one},
+        torch.ones(2),
+        with_metadata([("a", one)]) | {"more": object},
+    ):
+        assert graph._dumps_simple(state) is None, state
+    recursive: list[Any] = [one]
+    recursive.append(recursive)
+    assert graph._dumps_simple(recursive) is None
+
+
 @settings(max_examples=60)
 @given(st.dictionaries(st.text(), st.sampled_from(DTYPES[:10]), max_size=6))
 def test_a_flat_dict_needs_no_graph_and_keeps_its_order(dtypes: dict[str, torch.dtype]) -> None:
