@@ -116,7 +116,8 @@ class StorageEntry:
     ``nbytes``: bytes of the storage. ``location``: torch's tag ("cpu", "cuda:0"). ``plain``: geometry if
     ``("storage", n)`` stands in the graph, kept when the storage is demoted. ``name``: dotted path for other
     tools, or None. ``named``: the storage is exactly one plain tensor (and its tied equals), so its entry may
-    bear dtype and shape. ``source``: the storage itself; on the meta device it counts as zeros.
+    bear dtype and shape. ``source``: the storage itself; on the meta device it counts as zeros. ``address``: where its
+    bytes lie if that is known already, else 0.
     """
 
     nbytes: int
@@ -125,6 +126,7 @@ class StorageEntry:
     name: str | None
     named: bool
     source: torch.UntypedStorage
+    address: int = 0
 
 
 @dataclass(slots=True)
@@ -149,7 +151,7 @@ _default_restore_location: Any = torch.serialization.default_restore_location
 
 
 @contextmanager
-def _collector_paused() -> Iterator[None]:
+def collector_paused() -> Iterator[None]:
     """No cyclic garbage collection meanwhile: 100,000 new tensors, none of them garbage, cost more to look through
     again and again than to make."""
     was_enabled = gc.isenabled()
@@ -270,7 +272,8 @@ class _Saver:
         self.tied: set[int] = set()  # id of a tied tensor that is in the pickle already
         self.keep: list[object] = []  # every object whose id or _cdata is a key above
         self.dtypes: dict[int, torch.dtype] = {}  # data_ptr -> dtype, torch.save's rule
-        self.forms: dict[tuple[torch.dtype, torch.Size], tuple[Plain, tuple[int, ...]]] = {}
+        # By dtype and shape: what is written of it, its default strides, its bytes.
+        self.forms: dict[tuple[torch.dtype, torch.Size], tuple[Plain, tuple[int, ...], int]] = {}
         self.locations: dict[torch.device, str] = {}
         self.cpu: str | None = None  # the location of tensors on the CPU, once asked for
         self.awaited = 0  # _cdata of the storage that the tied tensor being pickled will name
@@ -290,7 +293,7 @@ class _Saver:
         form = self.forms.get((dtype, shape))
         if form is None:
             plain = Plain(_PLAIN_CODES[dtype], tuple(shape))
-            form = self.forms[dtype, shape] = (plain, _default_stride(shape))
+            form = self.forms[dtype, shape] = (plain, _default_stride(shape), tensor.nbytes)
         # is_contiguous() is no substitute: it is true for other strides too, and those must come back.
         if tensor.stride() != form[1] or tensor.storage_offset() != 0:
             return None
@@ -298,7 +301,7 @@ class _Saver:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # functorch's wrappers: torch words the refusal
             return None
-        if storage.nbytes() != tensor.nbytes:
+        if storage.nbytes() != form[2]:
             return None
         return form[0], storage
 
@@ -411,7 +414,7 @@ def dumps(obj: object, *, pickle_module: Any = _pickle, pickle_protocol: int = 2
     No byte of a tensor is read or copied. ``pickle_protocol`` other than 2 makes a graph that
     ``weights_only=True`` may refuse, as with torch; 0 cannot name a storage: ValueError.
     """
-    with _collector_paused():
+    with collector_paused():
         graph = _dumps_flat(obj) if type(obj) is dict else None
         if graph is None and pickle_protocol == 2 and pickle_module is _pickle:
             graph = _dumps_simple(obj)
@@ -539,9 +542,8 @@ class _SimpleWriter:
 
     def text(self, value: str) -> None:
         identity = id(value)
-        get = self.gets.get(identity) or self.again(identity)
-        if get is not None:
-            self.out.append(get)
+        if identity in self.first:
+            self.out.append(self.gets.get(identity) or self.again(identity))  # type: ignore[arg-type]
             return
         encoded = value.encode("utf-8", "surrogatepass")
         self.first[identity] = len(self.out)
@@ -574,6 +576,9 @@ class _SimpleWriter:
             if found is None or found[1]._cdata in saver.index:
                 raise _NotSimple
             n = saver.add_plain(tensor, *found)
+            if path not in self.paths and _is_valid_name(path):
+                self.paths.add(path)
+                saver.entries[n].name = path
         else:
             if (
                 tensor.stride() != form[1]
@@ -589,20 +594,22 @@ class _SimpleWriter:
                 storage = tensor.untyped_storage()
             except (NotImplementedError, RuntimeError):
                 raise _NotSimple from None
-            nbytes, cdata = tensor.nbytes, storage._cdata
-            if storage.nbytes() != nbytes or cdata in saver.index:
+            nbytes, cdata = storage.nbytes(), storage._cdata
+            if nbytes != form[2] or cdata in saver.index:
                 raise _NotSimple
             pointer = tensor.data_ptr()
             if pointer and saver.dtypes.setdefault(pointer, dtype) is not dtype:
                 raise _NotSimple  # torch refuses it, and words that
             entries = saver.entries
             n = saver.index[cdata] = len(entries)
-            entries.append(StorageEntry(nbytes, location, form[0], None, True, storage))
+            # Of two tensors with one path the first has it.
+            paths = self.paths
+            name = None
+            if path not in paths and ((path.isascii() and path[:2] != "__") or _is_valid_name(path)):
+                paths.add(path)
+                name = path
+            entries.append(StorageEntry(nbytes, location, form[0], name, True, storage, pointer))
             saver.keep.append(tensor)
-        # Of two tensors with one path the first has it.
-        if path not in self.paths and _is_valid_name(path):
-            self.paths.add(path)
-            saver.entries[n].name = path
         return n
 
     def value(self, value: object, path: str, depth: int) -> None:
@@ -1439,7 +1446,7 @@ def loads(
     if tls is not None:
         tls.map_location = map_location  # for wrapper subclasses, which place themselves
     try:
-        with _collector_paused(), _devices_kept():
+        with collector_paused(), _devices_kept():
             if pickle is None:
                 tensor = loader.tensor
                 result: Any = {name: tensor(n) for n, name in enumerate(names)}

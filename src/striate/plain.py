@@ -46,6 +46,7 @@ __all__ = [
     "Source",
     "Temporary",
     "addresses_of",
+    "memory_of",
     "check_target",
     "over_files",
     "padded",
@@ -117,7 +118,7 @@ def prepare(graph: Graph, *, generation: Generation, chunk_bytes: int, stable: b
         graph_entry=in_entry,
         digests=None,
     )
-    keep: list[object] = [graph, graph.keep]
+    keep = memory_of(graph)
     addresses = addresses_of(graph, keep)
     if in_entry:
         assert stored is not None
@@ -140,9 +141,15 @@ def prepare(graph: Graph, *, generation: Generation, chunk_bytes: int, stable: b
     )
 
 
+def memory_of(graph: Graph) -> list[object]:
+    """What must live until the bytes are written: the storages too, which a tensor may give up meanwhile."""
+    return [graph.keep, [entry.source for entry in graph.storages]]
+
+
 def addresses_of(graph: Graph, keep: list[object]) -> NDArray[np.uint64]:
-    found = np.zeros(len(graph.storages), np.uint64)
-    for n, entry in enumerate(graph.storages):
+    found = np.fromiter((entry.address for entry in graph.storages), np.uint64, len(graph.storages))
+    for n in np.flatnonzero(found == 0).tolist():
+        entry = graph.storages[n]
         if not entry.nbytes:
             continue
         kind = entry.source.device.type

@@ -230,9 +230,11 @@ def save(
     place = resolve(path)
     plain.check_target(place)
     chosen = Engine(engine)
-    held = graph.dumps(obj, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
-    generation = plain.Generation.next(plain.seen_sequence(place, chosen))
-    source = plain.prepare(held, generation=generation, chunk_bytes=chunk_bytes, stable=frozen)
+    with graph.collector_paused():
+        held = graph.dumps(obj, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
+        generation = plain.Generation.next(plain.seen_sequence(place, chosen))
+        source = plain.prepare(held, generation=generation, chunk_bytes=chunk_bytes, stable=frozen)
+        del held  # many small objects, and none of them the collector's business
     runs_before = len(chosen.stats)
     with shown(progress, f"saving {display(place.name)}", source.table.data_bytes) as report:
         plain.write_plain(source, place, chosen, progress=report)

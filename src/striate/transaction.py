@@ -47,7 +47,7 @@ from striate.member_writer import (
 )
 from striate.notices import warn
 from striate.placement import Blocks, place
-from striate.plain import Generation, Temporary, addresses_of, over_files, padded
+from striate.plain import Generation, Temporary, addresses_of, memory_of, over_files, padded
 from striate.superblock import SUPERBLOCK_BYTES, Superblock
 
 __all__ = ["Layout", "MemberReport", "Written", "write_members"]
@@ -203,7 +203,7 @@ def _lay_out(graph: Graph, members: Sequence[_Member], layout: Layout, stable: b
     uuid = Generation.next(0).uuid
     packed = None if graph.pickle is None else manifest.pack_graph(graph.pickle)[0]
     table = image.lay_out(graph.storages)
-    keep: list[object] = [graph, graph.keep]
+    keep = memory_of(graph)
     pieces = image.gather(table, addresses_of(graph, keep), layout.chunk_bytes)
     blocks = place(pieces.job_length, layout.shape, len(members), weights=layout.weights)
     draft = extents.encode(
