@@ -24,7 +24,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, cast
 
@@ -126,7 +126,7 @@ class StorageEntry:
     name: str | None
     named: bool
     source: torch.UntypedStorage
-    address: int = 0
+    address: int = field(default=0, compare=False)
 
 
 @dataclass(slots=True)
