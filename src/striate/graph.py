@@ -477,16 +477,15 @@ def _dumps(obj: object, pickle_module: Any, pickle_protocol: int) -> Graph:
 def _dumps_flat(obj: dict[Any, Any]) -> Graph | None:
     if not (set(map(type, obj)) <= {str} and set(map(type, obj.values())) <= {Tensor}):
         return None
-    saver = _Saver()
-    index = saver.index
-    entries = saver.entries
-    for name, tensor in obj.items():
-        found = saver.plain(tensor)
-        if found is None or found[1]._cdata in index or not _is_valid_name(name):
-            return None
-        saver.add_plain(tensor, *found)
-        entries[-1].name = name
-    return Graph(None, entries, {}, saver.keep)
+    writer = _SimpleWriter()
+    add, entries = writer.add, writer.saver.entries
+    try:
+        for name, tensor in obj.items():
+            if entries[add(tensor, name)].name is None:
+                return None
+    except _NotSimple:
+        return None
+    return Graph(None, entries, {}, writer.saver.keep)
 
 
 # --- simple objects, written in one walk ---------------------------------------------
