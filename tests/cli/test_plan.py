@@ -95,6 +95,18 @@ def test_a_model_is_measured_by_its_file(cli: Cli, tmp_path: Path) -> None:
             {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "tie_word_embeddings": True},
             0.124,
         ),
+        # all-MiniLM-L6-v2 says nothing of ties; its weights are 0.0227e9.
+        (
+            {
+                "hidden_size": 384,
+                "num_hidden_layers": 6,
+                "intermediate_size": 1536,
+                "vocab_size": 30522,
+                "num_attention_heads": 12,
+                "hidden_act": "gelu",
+            },
+            0.0225,
+        ),
     ],
 )
 def test_a_config_gives_an_estimate_that_is_said_to_be_one(

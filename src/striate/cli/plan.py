@@ -357,7 +357,8 @@ def _from_config(path: Path) -> tuple[float, float | None, list[str]]:
     experts = value("num_local_experts", "num_experts", "n_routed_experts", default=1)
     attention = hidden * width * (2 * heads + 2 * grouped)
     each = attention + experts * (3 if gated else 2) * hidden * inner + 2 * hidden
-    tables = 1 if config.get("tie_word_embeddings", False) else 2
+    # Where a config does not say it, transformers ties, but for the newer decoders.
+    tables = 1 if config.get("tie_word_embeddings", not gated) else 2
     count = layers * each + tables * value("vocab_size") * hidden + hidden
     return float(count), None, [f"{count / 1e9:.3g} billion parameters, estimated from {path}"]
 
