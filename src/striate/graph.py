@@ -742,7 +742,7 @@ def _dumps_simple(obj: object) -> Graph | None:
     writer = _SimpleWriter()
     try:
         writer.value(obj, "", 0)
-    except _NotSimple:
+    except (_NotSimple, RecursionError):  # the caller's own stack may be deep
         return None
     writer.out.append(b".")
     return Graph(b"".join(writer.out), writer.saver.entries, {}, [*writer.saver.keep, obj])

@@ -186,7 +186,8 @@ def _torch(path: str, weights_only: bool, maps: _Maps) -> Any:
         raise FormatError(
             f"{display(path)} cannot be read by torch.load: {_first_line(e)} Nothing was written."
         ) from None
-    if maps_it:
+    # Code of the file's may have changed what is mapped: given back, its pages would come again as they were.
+    if maps_it and weights_only:
         maps.add_file(path)
     return obj
 

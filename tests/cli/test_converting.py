@@ -258,6 +258,27 @@ def test_no_pickle_runs_unless_it_is_trusted(cli: Cli, tmp_path: Path) -> None:
         assert not (tmp_path / "fired").exists() and not (tmp_path / "out").exists()
 
 
+class Doubles:
+    """Changes its tensor in place when it is rebuilt."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.tensor *= 2
+
+
+def test_what_code_of_the_file_changed_in_the_mapped_memory_stays_changed(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"x": Doubles(torch.ones(1 << 20))}, tmp_path / "in.pt")
+    monkeypatch.setattr("striate.importing._LET_GO_EVERY_S", 0.0001)
+    assert cli("convert", tmp_path / "in.pt", tmp_path / "out", "--trust").code == 0
+    found = striate.load(tmp_path / "out", weights_only=False)["x"].tensor
+    assert bool((found == 4).all())  # doubled by the conversion, and by this load
+
+
 class ByName:
     """Pickled as a member of an enumeration is by Python 3.11.0 to 3.11.3: getattr and two arguments."""
 
