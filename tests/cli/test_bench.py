@@ -132,7 +132,7 @@ def test_an_error_of_a_drive_ends_it_in_a_sentence_and_nothing_is_left(
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        ((), 2, "DRIVES"),
+        ((), 2, "DRIVE"),
         (("nowhere",), 1, "does not exist"),
         (("file",), 1, "no directory"),
         (("d", "d"), 2, "given twice"),

@@ -345,7 +345,7 @@ def test_a_name_that_is_no_text_is_shown_escaped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "code", "said"),
-    [(("nowhere",), 1, "does not exist"), (("file",), 1, "is no directory"), ((), 2, "DRIVES")],
+    [(("nowhere",), 1, "does not exist"), (("file",), 1, "is no directory"), ((), 2, "DRIVE")],
 )
 def test_bad_input(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: Any, code: int, said: str

@@ -28,7 +28,7 @@ from striate.cli.bench_run import (
     planned_bytes,
 )
 from striate.cli.bench_skews import skews
-from striate.cli.output import CODES_HELP, Failure, JsonOption, bytes_text, emit, error_console, say, table
+from striate.cli.output import Failure, JsonOption, bytes_text, emit, error_console, say, table, with_codes
 from striate.drives import display
 
 __all__ = ["bench"]
@@ -48,14 +48,14 @@ def bench(
     drives: Annotated[
         list[str],
         typer.Argument(
-            metavar="DRIVES...", help="A directory on each drive, to which you may write.", show_default=False
+            metavar="DRIVE", help="A directory on each drive, to which you may write.", show_default=False
         ),
     ],
     size: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
-            help=f"What to write to each drive at a time, such as 8GiB. [default: asks, or {_SIZE_DEFAULT}]",
+            help=f"What to write to each drive at a time, such as 8GiB. (default: asks, or {_SIZE_DEFAULT})",
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, max=100, help="Alternating rounds; medians count.")] = 3,
@@ -63,8 +63,8 @@ def bench(
         str | None,
         typer.Option(
             metavar="LAYOUT",
-            help="What to tune and to print as a volume: stripe, mirror or parity[=N]. [default: the safest that is "
-            "not a mirror of more than two]",
+            help="What to tune and to print as a volume: stripe, mirror or parity[=N]. (default: the safest that is "
+            "not a mirror of more than two)",
         ),
     ] = None,
     tune: Annotated[
@@ -114,7 +114,7 @@ def bench(
     )
 
 
-bench.__doc__ = f"{bench.__doc__}\n\n{CODES_HELP}"
+bench.__doc__ = with_codes(bench.__doc__)
 
 
 # ---- what is asked for ---------------------------------------------------------
@@ -150,7 +150,7 @@ def _check_drives(drives: Sequence[str]) -> None:
     for drive in drives:
         found = os.stat(drive)
         if (found.st_dev, found.st_ino) in seen:
-            raise typer.BadParameter(f"{display(drive)} is given twice.", param_hint="DRIVES")
+            raise typer.BadParameter(f"{display(drive)} is given twice.", param_hint="DRIVE")
         seen.add((found.st_dev, found.st_ino))
 
 

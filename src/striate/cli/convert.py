@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 import striate
-from striate.cli.output import CODES_HELP, Failure, JsonOption, bytes_text, emit, say, seconds_text
+from striate.cli.output import Failure, JsonOption, bytes_text, emit, say, seconds_text, with_codes
 from striate.cli.targets import (
     DriveOption,
     ForceOption,
@@ -90,7 +90,7 @@ def convert(
     emit(as_json, found, render)
 
 
-convert.__doc__ = f"{convert.__doc__}\n\n{CODES_HELP}"
+convert.__doc__ = with_codes(convert.__doc__)
 
 
 def _save(foreign: Foreign, out: str, volume: Volume | None, progress: bool) -> striate.SaveResult:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from striate.cli.output import CODES_HELP, ExitCode, JsonOption, emit, say, stop, table
+from striate.cli.output import ExitCode, JsonOption, emit, say, stop, table, with_codes
 from striate.cli.targets import DriveOption, ProgressOption, VolumeOption, opened
 from striate.compare import Comparison, TensorDifference, compare
 from striate.progress import shown
@@ -40,7 +40,7 @@ def diff(
         stop(ExitCode.FAILED)
 
 
-diff.__doc__ = f"{diff.__doc__}\n\n{CODES_HELP}"
+diff.__doc__ = with_codes(diff.__doc__)
 
 
 def _draw(console: Console, found: Comparison, most: int) -> None:

@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from striate import _engine
-from striate.cli.output import CODES_HELP, ExitCode, Failure, JsonOption, bytes_text, emit, say, stop, table
+from striate.cli.output import ExitCode, Failure, JsonOption, bytes_text, emit, say, stop, table, with_codes
 from striate.devices import (
     BUFFERS_SILENTLY,
     IN_MEMORY,
@@ -103,7 +103,7 @@ def doctor(
     drives: Annotated[
         list[str],
         typer.Argument(
-            metavar="DRIVES...", help="The directories that checkpoints are to go to.", show_default=False
+            metavar="DRIVE", help="The directories that checkpoints are to go to.", show_default=False
         ),
     ],
     dataset: Annotated[
@@ -134,7 +134,7 @@ def doctor(
         stop(ExitCode.FAILED)
 
 
-doctor.__doc__ = f"{doctor.__doc__}\n\n{CODES_HELP}"
+doctor.__doc__ = with_codes(doctor.__doc__)
 
 
 def _require_directory(path: str) -> None:

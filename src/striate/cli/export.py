@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from striate.cli.output import CODES_HELP, Failure, JsonOption, bytes_text, emit, say
+from striate.cli.output import Failure, JsonOption, bytes_text, emit, say, with_codes
 from striate.cli.targets import (
     CheckpointArgument,
     DriveOption,
@@ -79,7 +79,7 @@ def export(
     emit(as_json, done, lambda console: _draw(console, done))
 
 
-export.__doc__ = f"{export.__doc__}\n\n{CODES_HELP}"
+export.__doc__ = with_codes(export.__doc__)
 
 
 def _draw(console: Console, done: Exported) -> None:

@@ -15,7 +15,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from striate import torch_api
-from striate.cli.output import CODES_HELP, JsonOption, bytes_text, emit, say, table
+from striate.cli.output import JsonOption, bytes_text, emit, say, table, with_codes
 from striate.cli.targets import CheckpointArgument, DriveOption, VolumeOption, opened
 from striate.engines import Engine
 from striate.errors import FormatError
@@ -71,7 +71,7 @@ def inspect(
     emit(as_json, found, render)
 
 
-inspect.__doc__ = f"{inspect.__doc__}\n\n{CODES_HELP}"
+inspect.__doc__ = with_codes(inspect.__doc__)
 
 
 # ---- what is around the tensors ----------------------------------------------

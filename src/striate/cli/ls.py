@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 import striate
-from striate.cli.output import CODES_HELP, Failure, JsonOption, bytes_text, emit, say, table
+from striate.cli.output import Failure, JsonOption, bytes_text, emit, say, table, with_codes
 from striate.cli.targets import DriveOption, VolumeOption, volume_of
 from striate.drives import display
 from striate.errors import StriateError
@@ -36,9 +36,7 @@ class Listed:
 def ls(
     directories: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[DIR...]", help="Directories of checkpoints; the current one, or the volume."
-        ),
+        typer.Argument(metavar="DIR", help="Directories of checkpoints; the current one, or the volume."),
     ] = None,
     volume: VolumeOption = None,
     drive: DriveOption = None,
@@ -58,7 +56,7 @@ def ls(
     emit(as_json, found, lambda console: _draw(console, found))
 
 
-ls.__doc__ = f"{ls.__doc__}\n\n{CODES_HELP}"
+ls.__doc__ = with_codes(ls.__doc__)
 
 
 def _in_directory(directory: str, *, several: bool) -> list[Listed]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import inspect
 import json
 import os
 import sys
@@ -28,6 +29,7 @@ __all__ = [
     "seconds_text",
     "stop",
     "table",
+    "with_codes",
 ]
 
 
@@ -42,6 +44,12 @@ class ExitCode(enum.IntEnum):
 
 
 CODES_HELP = "Exit status: 0 fine, 1 failed, 2 wrong usage, 3 damaged but recoverable, 4 data lost."
+
+
+def with_codes(doc: str | None) -> str:
+    """A command's help: what it does, and its exit status."""
+    return f"{inspect.cleandoc(doc or '')}\n\n{CODES_HELP}"
+
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output instead of text.")]
 

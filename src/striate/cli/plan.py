@@ -15,7 +15,6 @@ import typer
 from rich.console import Console
 
 from striate.cli.output import (
-    CODES_HELP,
     ExitCode,
     Failure,
     JsonOption,
@@ -25,6 +24,7 @@ from striate.cli.output import (
     seconds_text,
     stop,
     table,
+    with_codes,
 )
 from striate.sizing import (
     DTYPE_BYTES,
@@ -138,7 +138,7 @@ def plan(
     ] = None,
     layout: Annotated[
         str | None,
-        typer.Option(metavar="LAYOUT", help="stripe, mirror or parity. [default: bench's, or stripe]"),
+        typer.Option(metavar="LAYOUT", help="stripe, mirror or parity. (default: bench's, or stripe)"),
     ] = None,
     copies: Annotated[int, typer.Option(min=2, help="Of a mirror.")] = 2,
     parity: Annotated[int, typer.Option(min=1, help="Check blocks of a group.")] = 1,
@@ -190,7 +190,7 @@ def plan(
         stop(ExitCode.FAILED)
 
 
-plan.__doc__ = f"{plan.__doc__}\n\n{CODES_HELP}"
+plan.__doc__ = with_codes(plan.__doc__)
 
 
 # ---- what was given ------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from striate.cli.output import CODES_HELP, Failure, JsonOption, bytes_text, emit, say
+from striate.cli.output import Failure, JsonOption, bytes_text, emit, say, with_codes
 from striate.cli.targets import DriveOption, ProgressOption, VolumeOption, name_in_volume, required_volume
 from striate.drives import display
 from striate.engines import Engine
@@ -25,7 +25,7 @@ def repair(
     checkpoint: Annotated[
         str | None,
         typer.Argument(
-            metavar="[CHECKPOINT]",
+            metavar="CHECKPOINT",
             help="A name in the volume, or any member's file; all checkpoints unless given.",
         ),
     ] = None,
@@ -66,7 +66,7 @@ def repair(
     emit(as_json, done, render)
 
 
-repair.__doc__ = f"{repair.__doc__}\n\n{CODES_HELP}"
+repair.__doc__ = with_codes(repair.__doc__)
 
 
 def _volume_of_member(path: str, drives: list[str] | None) -> tuple[Volume, str]:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 import striate
-from striate.cli.output import CODES_HELP, ExitCode, Failure, JsonOption, bytes_text, emit, say, stop, table
+from striate.cli.output import ExitCode, Failure, JsonOption, bytes_text, emit, say, stop, table, with_codes
 from striate.cli.targets import DriveOption, ProgressOption, VolumeOption, name_in_volume, volume_of
 from striate.drives import display
 from striate.errors import CorruptCheckpoint, DataLost
@@ -25,7 +25,7 @@ def verify(
     checkpoints: Annotated[
         list[str],
         typer.Argument(
-            metavar="CHECKPOINT...",
+            metavar="CHECKPOINT",
             help="Files, members on several drives, or names in the volume.",
             show_default=False,
         ),
@@ -65,7 +65,7 @@ def verify(
         stop(code)
 
 
-verify.__doc__ = f"{verify.__doc__}\n\n{CODES_HELP}"
+verify.__doc__ = with_codes(verify.__doc__)
 
 
 def _verified(checkpoint: str, volume: Path | None, drives: list[str] | None, progress: bool) -> VerifyReport:
